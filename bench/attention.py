@@ -30,7 +30,8 @@ from engine.kernels.build import KernelLibrary, Kernels, open_library
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.sampling import SampledRow
-from engine.kernels.step import (
+from engine.kernels.weights import Format
+from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,
@@ -39,7 +40,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.kernels.weights import Format
 from engine.sampling.noise import seed_key
 
 LAYOUTS = {"qwen3-0.6b": Heads(16, 8, 128, False), "mistral-7b": Heads(32, 8, 128, False)}

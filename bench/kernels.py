@@ -27,7 +27,9 @@ from engine.kernels.build import KernelLibrary, Kernels, open_library
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch, Launcher, Trigger
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import (
+from engine.kernels.tiling import Tiling, choose
+from engine.kernels.weights import Format, Matrix
+from engine.model.layers.few_rows import (
     ChainPlan,
     LayerWeights,
     Product,
@@ -37,8 +39,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.kernels.tiling import Tiling, choose
-from engine.kernels.weights import Format, Matrix
 
 H100_BANDWIDTH = 3.07  # TB/s, what one large read reaches on an H100 80GB HBM3
 STEPS = 512

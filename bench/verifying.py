@@ -43,8 +43,8 @@ from engine.kernels.prefill import Parts
 from engine.kernels.sampling import SampledRow, Sampling, sampling, write_marks
 from engine.kernels.sampling import allocate as allocate_sampling
 from engine.kernels.speculation import Future
-from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
 from engine.kernels.tokens import Choice
+from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, prepare_start, prepare_step
 from engine.scheduling.plan import Admitted, Row, StepPlan
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.nibbles import in_groups
-from quant.checkpoint.tensors import mlp_norm
+from quant.checkpoint.tensors import LayerForm, Norm, layer_form
 from quant.rotation import Rotation
 
 BlockWeights = dict[str, torch.Tensor]  # tensor names within the layer: "mlp.up_proj.weight", ...
@@ -46,45 +46,50 @@ class Block:
         self, weights: BlockWeights, x: torch.Tensor, past: KeyValues | None = None, observe: Observer | None = None
     ) -> torch.Tensor:
         """x [S, T, hidden] -> the same shape."""
-        mixed = self.attention(weights, self.norm(weights, "input_layernorm", x), past, observe)
-        x = x + (self.norm(weights, "post_attention_layernorm", mixed) if self.config.output_norms else mixed)
-        fed = self.mlp(weights, self.norm(weights, mlp_norm(self.config), x), observe)
-        return x + (self.norm(weights, "post_feedforward_layernorm", fed) if self.config.output_norms else fed)
+        form = self.form
+        mixed = self.attention(weights, self.norm(weights, form.input_norm, x), past, observe)
+        x = x + self.norm(weights, form.output_norm, mixed)
+        fed = self.mlp(weights, self.norm(weights, form.mlp_norm, x), observe)
+        return x + self.norm(weights, form.down_norm, fed)
 
-    def norm(self, weights: BlockWeights, name: str, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weights[f"{name}.weight"], self.config.norm_eps)
+    @property
+    def form(self) -> LayerForm:
+        return layer_form(self.config)
+
+    def norm(self, weights: BlockWeights, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+        """Returns x as it is where the layer has no such norm."""
+        return x if norm is None else rms_norm(x, weights[f"{norm.name}.weight"], self.config.norm_eps)
 
     def attention(
         self, weights: BlockWeights, h: torch.Tensor, past: KeyValues | None = None, observe: Observer | None = None
     ) -> torch.Tensor:
         """h: the normed input [S, T, hidden]."""
-        config = self.config
+        config, form = self.config, self.form
         first = 0 if past is None else past.length
         rotation = self.rotation.at(first, h.shape[1])
-        q = self._heads(weights, "q", h, config.heads, observe)
-        k = self._heads(weights, "k", h, config.kv_heads, observe)
-        v = self._heads(weights, "v", h, config.kv_heads, observe)
-        if "self_attn.q_norm.weight" in weights:
-            q, k = self.norm(weights, "self_attn.q_norm", q), self.norm(weights, "self_attn.k_norm", k)
+        q, k, v = (
+            self._heads(weights, norm, apply(weights, name, h, observe))
+            for name, norm in zip(form.qkv.linears, (form.query_norm, form.key_norm, None), strict=True)
+        )
         q, k = rotation.turn(q) * config.query_scale, rotation.turn(k)
         if past is not None:
             k, v = past.extend(k, v)
         share = config.heads // config.kv_heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
         mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(h.shape[1], first, h.device))
-        return apply(weights, "self_attn.o_proj", mixed.transpose(1, 2).flatten(2), observe)
+        return apply(weights, form.output.linears[0], mixed.transpose(1, 2).flatten(2), observe)
 
     def mlp(self, weights: BlockWeights, h: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
-        gate = apply(weights, "mlp.gate_proj", h, observe)
+        form = self.form
+        gate, up = (apply(weights, name, h, observe) for name in form.gate_up.linears)
         gate = functional.silu(gate) if self.config.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        return apply(weights, "mlp.down_proj", gate * apply(weights, "mlp.up_proj", h, observe), observe)
+        return apply(weights, form.down.linears[0], gate * up, observe)
 
-    def _heads(
-        self, weights: BlockWeights, which: str, h: torch.Tensor, heads: int, observe: Observer | None
-    ) -> torch.Tensor:
-        """[S, T, hidden] -> [S, heads, T, head_dim]."""
-        flat = apply(weights, f"self_attn.{which}_proj", h, observe)
-        return in_groups(flat, flat.shape[2] // heads).transpose(1, 2)
+    def _heads(self, weights: BlockWeights, norm: Norm | None, flat: torch.Tensor) -> torch.Tensor:
+        """[S, T, heads · head_dim] -> [S, heads, T, head_dim]."""
+        if norm is not None:
+            flat = self.norm(weights, norm, in_groups(flat, norm.size)).flatten(2)
+        return in_groups(flat, self.config.head_dim).transpose(1, 2)
 
     def _mask(self, count: int, first: int, device: torch.device) -> torch.Tensor:
         """bool [count, first + count]: what each new position may see."""

@@ -53,7 +53,9 @@ class Decoder:
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """int [S, T] -> float32 [S, T, hidden]."""
         table = self._source.tensor(EMBEDDING)
-        scale = float(torch.tensor(self.config.embedding_scale, dtype=table.dtype))  # in the trained type
+        scale = self.config.embedding_scale
+        if self.config.embedding_scale_rounded:
+            scale = float(torch.tensor(scale, dtype=table.dtype))
         return table[ids.long().cpu()].float().mul_(scale).to(self.device)
 
     def layer(self, index: int) -> BlockWeights:
@@ -86,7 +88,8 @@ class Decoder:
 
     def finish(self, x: torch.Tensor) -> torch.Tensor:
         weight = fetch(self._source, FINAL_NORM, (self.config.hidden_size,), FLOATS)
-        return rms_norm(x, weight.float().to(self.device) + self.config.norm_offset, self.config.norm_eps)
+        gain = (weight.float().to(self.device) + self.config.norm_offset) * self.config.logit_scale
+        return rms_norm(x, gain, self.config.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [..., hidden] -> float32 [..., vocab]."""

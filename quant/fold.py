@@ -8,18 +8,18 @@ import torch
 
 from quant.block import BlockWeights
 from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.tensors import mlp_norm
+from quant.checkpoint.tensors import layer_form
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """`linears` read one input, made by `before` (a norm or a linear).
+    """`linears` read one input, made by `before` (a norm or a linear; None where nothing can take a scale in).
 
     Under grouped queries each channel of v_proj feeds `share` heads of o_proj's input: they take one scale.
     """
 
     linears: tuple[str, ...]
-    before: str
+    before: str | None
     inputs: int
     share: int = 1
     head_dim: int = 1
@@ -40,13 +40,9 @@ class Fold:
 
 def folds(config: ModelConfig) -> tuple[Fold, ...]:
     """In the order of the forward pass."""
-    queries = config.heads * config.head_dim
-    return (
-        Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", config.hidden_size),
-        Fold(("self_attn.o_proj",), "self_attn.v_proj", queries, config.heads // config.kv_heads, config.head_dim),
-        Fold(("mlp.gate_proj", "mlp.up_proj"), mlp_norm(config), config.hidden_size),
-        Fold(("mlp.down_proj",), "mlp.up_proj", config.intermediate_size),
-    )
+    form = layer_form(config)
+    shared = {form.output: (config.heads // config.kv_heads, config.head_dim)}
+    return tuple(Fold(one.linears, one.follows, one.inputs, *shared.get(one, ())) for one in form.products)
 
 
 def fold_in(weights: BlockWeights, fold: Fold, scale: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ class LayerCalibration:
         quantized: dict[str, Int4Groups | Int8Rows] = {}
         losses: list[LinearLoss] = []
         nearest = {name: self._nearest_error(fold, name, weights) for fold in self._folds for name in fold.linears}
-        alphas = {fold.linears[0]: 0.0 if self._stays(fold) else self._fold(fold, changed) for fold in self._folds}
+        alphas = {fold.linears[0]: self._fold(fold, changed) for fold in self._folds}
         for fold in self._folds:
             seen = self._seen[fold.linears[0]]
             feedback = None if self._stays(fold) else Feedback(seen)
@@ -90,6 +90,8 @@ class LayerCalibration:
         return _relative(rounded.dequantize(torch.float32) - weight, weight, seen)
 
     def _fold(self, fold: Fold, weights: BlockWeights) -> float:
+        if fold.before is None or self._stays(fold):
+            return 0.0
         seen = self._seen[fold.linears[0]]
         choice = search_scale([weights[f"{name}.weight"] for name in fold.linears], fold, seen)
         if choice.alpha:

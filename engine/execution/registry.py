@@ -12,13 +12,14 @@ from typing import Protocol
 
 from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
-from engine.execution import eager, forward_pass, trials
+from engine.execution import eager, trials
 from engine.execution.graphs import batch, decode, masked, prefill
 from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import drafted
 from engine.execution.speculation import verify_executor as verify
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
+from engine.model.layers import many_tokens
 from engine.scheduling.plan import RowResult, Share
 
 
@@ -79,7 +80,7 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
         ask=verify.ask,
     ),
     ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, trials.KERNELS, ask=decode.ask),
-    ExecutorEntry(Role.PROMPTS, "graph", forward_pass.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
     ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, trials.KERNELS, ask=batch.ask),
     ExecutorEntry(Role.DRAFTED, "eager", drafted.why_not, drafted.Speculation, trials.PLAIN, optional=True),
     ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, trials.PLAIN),

@@ -9,11 +9,11 @@ import torch
 from engine.constraints.constraints import Constraints
 from engine.execution.polling import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
-from engine.kernels.build import MINIMUM_CAPABILITY, KernelLibrary, Kernels, WantedKernels, open_library
-from engine.kernels.step import StepWeights
+from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
 from engine.kv.kv_cache import KvCache
 from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
+from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceTable
@@ -76,12 +76,4 @@ class Parts:
 
 def no_gpu(parts: Parts) -> str | None:
     """Why there is no GPU that our kernels run on, or None; None too where the model is shapes alone."""
-    device = parts.model.placement.device
-    if device.type == "meta":
-        return None
-    if device.type != "cuda":
-        return "needs a CUDA device"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MINIMUM_CAPABILITY:
-        return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    return None
+    return why_no_gpu(parts.model.placement.device)

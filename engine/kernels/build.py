@@ -20,11 +20,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.cores import usable_cores
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.keeping import keep
+
+if TYPE_CHECKING:
+    import torch
 
 SOURCES = Path(__file__).parent
 MINIMUM_CAPABILITY = (8, 0)
@@ -306,11 +309,29 @@ class KernelLibrary:
         return Kernel(entry, parameters_of(source_text(f"{name}.cu"), entry), handle)
 
 
+def why_no_gpu(device: torch.device) -> str | None:
+    """Why our kernels do not run on a device, or None; None too where a model is shapes alone."""
+    if device.type == "meta":
+        return None
+    if device.type != "cuda":
+        return "needs a CUDA device"
+    import torch
+
+    return _too_old(torch.cuda.get_device_capability(device))
+
+
+def _too_old(capability: tuple[int, int]) -> str | None:
+    if capability >= MINIMUM_CAPABILITY:
+        return None
+    return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+
+
 def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
     """The library of the current GPU, or for another architecture that it can run. Raises BuildError where it cannot
     compile."""
-    if capability < MINIMUM_CAPABILITY:
-        raise BuildError(f"compute capability {capability[0]}.{capability[1]} is below 8.0")
+    objection = _too_old(capability)
+    if objection is not None:
+        raise BuildError(objection)
     ahead = () if cache else filter(None, (prebuilt_folder(), packaged_folder()))
     kept = kept_in(cache or default_cache(), *ahead)
     import torch

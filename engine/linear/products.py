@@ -67,7 +67,7 @@ class CpuProducts:
     bits whatever rows stand beside it. At most as many threads as torch has."""
 
     def __init__(self, library: Path, walkers: int = 1) -> None:
-        """`walkers`: how many threads a walk of `engine.linear.walk` may have."""
+        """`walkers`: how many threads a walk of `walk.c` may have."""
         self.library: Any = ctypes.CDLL(str(library))
         self.block = int(self.library.outputs_a_block())  # outputs that lie together
         self.walkers = walkers

@@ -33,3 +33,28 @@ class RmsNorm:
     def nbytes(self) -> int:
         """Bytes of the weight."""
         return self.weight.nbytes
+
+
+class WideNorm(RmsNorm):
+    """Normalises all heads of queries as one, and all of keys; weight [heads + kv_heads, dim]."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, heads: int) -> None:
+        super().__init__(weight, eps)
+        self._parts = RmsNorm(weight[:heads].flatten(), eps), RmsNorm(weight[heads:].flatten(), eps)
+        self._heads = heads
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x float32 [tokens, heads + kv_heads, dim]; the result is new."""
+        halves = x[:, : self._heads], x[:, self._heads :]
+        found = (norm(half.flatten(1)).view(half.shape) for norm, half in zip(self._parts, halves, strict=True))
+        return torch.cat(tuple(found), 1)
+
+
+class NoNorm(RmsNorm):
+    """Stands where a family has no norm, and gives back what it gets."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.empty(0), 0.0)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x

@@ -7,20 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection
-from engine.model.norm import RmsNorm
+from engine.model.norm import NoNorm, RmsNorm, WideNorm
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.source import TensorSource, finite
-from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, has_bias, layer_linears, layer_prefix, mlp_norm
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProjections:
-    """The four linears of a layer."""
-
-    qkv: Projection
-    output: Projection
-    gate_up: Projection
-    down: Projection
+from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, Norm, Product, layer_form, layer_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,69 +58,55 @@ class Weights:
         return self.embedding.nbytes + head + sum(part.nbytes for part in [*linears, *norms])
 
 
-def layer_projections(config: ModelConfig, index: int) -> LayerProjections:
-    """Which linears of a layer are read as one."""
-    shapes = layer_linears(config)
-
-    def joined(*names: str) -> Projection:
-        """Linears of one input, one under another; all have a bias or none."""
-        prefixes = tuple(f"{layer_prefix(index)}.{name}" for name in names)
-        return Projection(
-            prefixes, tuple(shapes[name][1] for name in names), shapes[names[0]][0], has_bias(config, names[0])
-        )
-
-    return LayerProjections(
-        qkv=joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=joined("self_attn.o_proj"),
-        gate_up=joined("mlp.gate_proj", "mlp.up_proj"),
-        down=joined("mlp.down_proj"),
-    )
-
-
-def head_projection(config: ModelConfig) -> Projection:
-    """Name and shape of an untied head."""
-    return Projection((HEAD,), (config.vocab_size,), config.hidden_size)
-
-
 def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, placement: Placement) -> Weights:
     """Reads the checkpoint tensor by tensor, in order, each into its final place."""
     embedding = placement.matrix(config.vocab_size, config.hidden_size)
     embedding.copy_(finite(source.tensor(EMBEDDING), EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
-    norm = RmsNorm(_gains(config, source, FINAL_NORM, placement), config.norm_eps)
+    norm = RmsNorm(_gains(config, source, FINAL_NORM, placement).mul_(config.logit_scale), config.norm_eps)
     tied = DenseLinear(embedding, products=placement.products)
-    head = tied if config.tied_head else load_linear(source, head_projection(config), placement)
+    head = tied if config.tied_head else load_linear(source, _head(config), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
+
+
+def _head(config: ModelConfig) -> Projection:
+    return Projection((HEAD,), (config.vocab_size,), config.hidden_size)
 
 
 def _load_layer(
     config: ModelConfig, index: int, source: TensorSource, load_linear: LinearLoader, placement: Placement
 ) -> Layer:
-    prefix, parts = layer_prefix(index), layer_projections(config, index)
+    form, prefix = layer_form(config), layer_prefix(index)
 
-    def gains(name: str) -> torch.Tensor:
-        return _gains(config, source, f"{prefix}.{name}.weight", placement)
+    def linear(product: Product) -> Linear:
+        names = tuple(f"{prefix}.{name}" for name in product.linears)
+        return load_linear(source, Projection(names, product.outputs, product.inputs, product.bias), placement)
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(gains(name), config.norm_eps)
+    def gains(norm: Norm) -> torch.Tensor:
+        return _gains(config, source, f"{prefix}.{norm.name}.weight", placement)
+
+    def norm(described: Norm | None) -> RmsNorm | None:
+        return None if described is None else RmsNorm(gains(described), config.norm_eps)
 
     head_norm = None
-    if config.qk_norm:
+    if form.query_norm is not None and form.key_norm is not None:
+        both = torch.empty(config.heads + config.kv_heads, config.head_dim, device=placement.device)
         # The scale of attention is a factor on queries, and rotation keeps it.
-        queries = gains("self_attn.q_norm").mul_(config.query_scale).expand(config.heads, -1)
-        keys = gains("self_attn.k_norm").expand(config.kv_heads, -1)
-        head_norm = RmsNorm(torch.cat((queries, keys)), config.norm_eps)
+        both[: config.heads].copy_(gains(form.query_norm).mul_(config.query_scale).view(-1, config.head_dim))
+        both[config.heads :].copy_(gains(form.key_norm).view(-1, config.head_dim))
+        wide = form.query_norm.size > config.head_dim
+        head_norm = WideNorm(both, config.norm_eps, config.heads) if wide else RmsNorm(both, config.norm_eps)
     return Layer(
-        input_norm=norm("input_layernorm"),
-        qkv=load_linear(source, parts.qkv, placement),
+        input_norm=norm(form.input_norm) or NoNorm(),
+        qkv=linear(form.qkv),
         head_norm=head_norm,
-        output=load_linear(source, parts.output, placement),
-        mlp_norm=norm(mlp_norm(config)),
-        gate_up=load_linear(source, parts.gate_up, placement),
-        down=load_linear(source, parts.down, placement),
+        output=linear(form.output),
+        mlp_norm=norm(form.mlp_norm) or NoNorm(),
+        gate_up=linear(form.gate_up),
+        down=linear(form.down),
         window=config.windows[index],
-        output_norm=norm("post_attention_layernorm") if config.output_norms else None,
-        down_norm=norm("post_feedforward_layernorm") if config.output_norms else None,
+        output_norm=norm(form.output_norm),
+        down_norm=norm(form.down_norm),
     )
 
 

@@ -29,7 +29,7 @@ from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import Format, read_folder
 from engine.loading.load import check, weights_digest
-from engine.model.few_rows import why_not_few_rows
+from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler

@@ -7,7 +7,7 @@ What is read as one is made as one: torch's operations that put shapes together 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -18,27 +18,22 @@ from engine.linear.joined import JoinedLinear
 from engine.linear.quantized import place_weight
 from engine.loading.dummy import DummyLinears
 from engine.loading.formats import Format
-from engine.model.norm import RmsNorm
-from engine.model.weights import Layer, Weights, head_projection, layer_projections
+from engine.model.weights import Layer, Weights, load_weights
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.source import TensorSource
 from quant.checkpoint.spec import GgufSpec, QuantSpec
+from quant.checkpoint.tensors import Shapes, plain_tensors
 
 _META = torch.device("meta")
 
 
 def shape_weights(config: ModelConfig, form: Format, dtype: torch.dtype) -> Weights:
     """The weights that loading would come to."""
-    nowhere = Placement(dtype, _META)
-    embedding = nowhere.matrix(config.vocab_size, config.hidden_size)
-    head: Linear = DenseLinear(embedding)
-    if not config.tied_head:
-        head = _linear(form.in_memory, head_projection(config), nowhere)
-    return Weights(
-        embedding=embedding,
-        layers=tuple(_layer(config, index, form.in_memory, nowhere) for index in range(config.layers)),
-        norm=_norm(config, config.hidden_size),
-        head=head,
-    )
+
+    def linear(_: TensorSource, projection: Projection, nowhere: Placement) -> Linear:
+        return _linear(form.in_memory, projection, nowhere)
+
+    return load_weights(config, _Shapes(plain_tensors(config), dtype), linear, Placement(dtype, _META))
 
 
 def fewer_layers(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
@@ -55,27 +50,6 @@ def fewer_layers(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, We
     return replace(config, windows=windows), replace(weights, layers=tuple(layers[at] for at in kept))
 
 
-def _layer(config: ModelConfig, index: int, spec: QuantSpec | None, nowhere: Placement) -> Layer:
-    parts = layer_projections(config, index)
-    heads = config.heads + config.kv_heads
-    return Layer(
-        input_norm=_norm(config, config.hidden_size),
-        qkv=_linear(spec, parts.qkv, nowhere),
-        head_norm=_norm(config, heads, config.head_dim) if config.qk_norm else None,
-        output=_linear(spec, parts.output, nowhere),
-        mlp_norm=_norm(config, config.hidden_size),
-        gate_up=_linear(spec, parts.gate_up, nowhere),
-        down=_linear(spec, parts.down, nowhere),
-        window=config.windows[index],
-        output_norm=_norm(config, config.hidden_size) if config.output_norms else None,
-        down_norm=_norm(config, config.hidden_size) if config.output_norms else None,
-    )
-
-
-def _norm(config: ModelConfig, *shape: int) -> RmsNorm:
-    return RmsNorm(torch.empty(shape, dtype=torch.float32, device=_META), config.norm_eps)
-
-
 def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) -> Linear:
     kept = {_kept(spec, prefix) for prefix in projection.prefixes}
     if len(kept) > 1:  # plain parts beside packed ones
@@ -86,7 +60,7 @@ def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) 
     bias = torch.empty(rows, dtype=torch.float32, device=_META) if projection.bias else None
     if spec is None or kept == {"plain"}:
         return DenseLinear(nowhere.matrix(rows, columns), None if bias is None else bias.to(nowhere.dtype))
-    packed = DummyLinears(spec, 0, _META)(_Nothing(), projection.prefixes[0], columns, rows)
+    packed = DummyLinears(spec, 0, _META)(_Shapes({}, nowhere.dtype), projection.prefixes[0], columns, rows)
     return place_weight(packed.weight, bias, nowhere)
 
 
@@ -97,20 +71,24 @@ def _kept(spec: QuantSpec | None, prefix: str) -> str:
     return spec.form(prefix) if isinstance(spec, GgufSpec) else "packed"
 
 
-class _Nothing:
-    """A checkpoint without tensors."""
+@dataclass(frozen=True, slots=True)
+class _Shapes:
+    """A checkpoint of tensors without numbers."""
+
+    shapes: Shapes
+    type: torch.dtype
 
     def names(self) -> Collection[str]:
-        return ()
+        return self.shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
+        return self.shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        raise KeyError(name)
+        return self.type
 
     def tensor(self, name: str) -> torch.Tensor:
-        raise KeyError(name)
+        return torch.empty(self.shapes[name], dtype=self.type, device=_META)
 
 
 def _kind(layer: Layer) -> tuple[object, ...]:

@@ -18,13 +18,13 @@ def inverse_frequencies(config: RopeConfig) -> tuple[torch.Tensor, float]:
     plain = 1.0 / (config.theta**steps)
     match config.scaling:
         case None | DynamicScaling():
-            return plain, 1.0
+            return plain, config.gain
         case LinearScaling(factor=factor):
-            return plain / factor, 1.0
+            return plain / factor, config.gain
         case Llama3Scaling() as scaling:
-            return _llama3(plain, scaling), 1.0
+            return _llama3(plain, scaling), config.gain
         case YarnScaling() as scaling:
-            return _yarn(config.theta**steps, config, scaling), _yarn_sharpness(scaling)
+            return _yarn(config.theta**steps, config, scaling), _yarn_sharpness(scaling) * config.gain
 
 
 def _llama3(plain: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:

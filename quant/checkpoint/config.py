@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from quant.checkpoint.errors import short
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.rope import RopeConfig, context_limit, parse_rope, parse_ropes_by_kind
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "granite", "olmo2"]
 Activation = Literal["silu", "gelu"]  # of the gate; gelu is its approximation by tanh
 
 CONFIG: Final = "config.json"
@@ -24,6 +24,7 @@ WEIGHT_DTYPES: Final = ("float32", "bfloat16", "float16")
 MAX_LAYERS: Final = 1024
 SLIDING_WINDOW: Final = 4096  # positions, where a family with windows states none
 FULL_LAYERS: Final = 28  # of Qwen: layers before the first with a window
+MOST_MULTIPLIER: Final = 1e6  # published ones are below 20
 PATTERN: Final = 6  # of Gemma 3: every sixth layer has no window
 
 
@@ -41,10 +42,14 @@ class _FamilyRules:
     mlp_bias: bool = False  # whether the config may switch it on
     qk_norm: bool = False
     activation: Activation = "silu"
+    wide_qk_norm: bool = False
+    norm_eps: float = 1e-6
     norm_offset: float = 0.0
+    input_norms: bool = True
     output_norms: bool = False
     scaled_embedding: bool = False
     scaled_queries: bool = False  # whether the config states the scale of attention
+    multipliers: bool = False  # whether the config states factors on embedding, residuals, attention and logits
     ropes_by_kind: bool = False  # whether layers with a window have rotary angles of their own
     tied_head: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -79,6 +84,19 @@ FAMILIES: Final = {
             "num_attention_heads": 8,
         },
     ),
+    "GraniteForCausalLM": _FamilyRules(
+        family="granite", max_positions=2048, attention_bias=True, mlp_bias=True, multipliers=True
+    ),
+    "Olmo2ForCausalLM": _FamilyRules(
+        family="olmo2",
+        max_positions=2048,
+        attention_bias=True,
+        qk_norm=True,
+        wide_qk_norm=True,
+        norm_eps=1e-5,
+        input_norms=False,
+        output_norms=True,
+    ),
 }
 
 
@@ -101,11 +119,15 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool  # whether a norm takes all heads of queries, or of keys, as one
     activation: Activation
     norm_offset: float  # what is added to the stored weights of norms
+    input_norms: bool  # whether what attention and MLP read is normalised
     output_norms: bool  # whether what attention and MLP compute is normalised before it is added to the residual
     embedding_scale: float
-    query_scale: float  # of attention, beside the usual head_dim ** -0.5
+    embedding_scale_rounded: bool  # whether the scale is rounded to the embedding's type, as it was in training
+    query_scale: float  # of attention, beside the usual head_dim ** -0.5; needs norms of heads to be folded into
+    logit_scale: float
     windows: tuple[int | None, ...]  # one a layer: how many positions back it sees, itself included; None: all
     rope: RopeConfig
     window_rope: RopeConfig | None  # of layers with a window, where theirs differs
@@ -134,6 +156,7 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
         if rules.ropes_by_kind
         else (parse_rope(fields, head_dim, max_positions), None)
     )
+    scales = _scales(fields, rules, hidden, head_dim)
     return ModelConfig(
         architecture=architecture,
         family=rules.family,
@@ -143,20 +166,24 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
         heads=heads,
         kv_heads=_kv_heads(fields, rules, heads),
         head_dim=head_dim,
-        norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=1e-6),
+        norm_eps=fields.within("rms_norm_eps", 0.0, 1.0, default=rules.norm_eps) / scales.residual**2,
         max_context=context_limit(max_positions, rope),
         tied_head=fields.boolean("tie_word_embeddings", default=rules.tied_head),
         qkv_bias=attention_bias or rules.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=_switch(fields, "mlp_bias", rules.mlp_bias, architecture),
         qk_norm=rules.qk_norm,
+        wide_qk_norm=rules.wide_qk_norm,
         activation=rules.activation,
         norm_offset=rules.norm_offset,
+        input_norms=rules.input_norms,
         output_norms=rules.output_norms,
-        embedding_scale=math.sqrt(hidden) if rules.scaled_embedding else 1.0,
+        embedding_scale=scales.embedding / scales.residual,
+        embedding_scale_rounded=rules.scaled_embedding,
         query_scale=_query_scale(fields, head_dim) if rules.scaled_queries else 1.0,
+        logit_scale=scales.logits,
         windows=_windows(fields, rules),
-        rope=rope,
+        rope=replace(rope, gain=math.sqrt(scales.attention)),
         window_rope=window_rope,
         dtype=_dtype(fields),
     )
@@ -207,6 +234,32 @@ def _switch(fields: Fields, key: str, known: bool, architecture: str) -> bool:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Factors on parts of the computation. That on residuals is the unit of the residual stream, which no walk needs to
+    know: in this unit the embedding is larger, and so is what norms add to a mean square."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    attention: float = 1.0  # beside the usual head_dim ** -0.5; half of it is a factor on queries, half on keys
+    logits: float = 1.0
+
+
+def _scales(fields: Fields, rules: _FamilyRules, hidden: int, head_dim: int) -> _Scales:
+    if not rules.multipliers:
+        return _Scales(embedding=math.sqrt(hidden) if rules.scaled_embedding else 1.0)
+
+    def factor(key: str) -> float:
+        return fields.within(key, 0.0, MOST_MULTIPLIER, default=1.0)
+
+    return _Scales(
+        factor("embedding_multiplier"),
+        factor("residual_multiplier"),
+        factor("attention_multiplier") * math.sqrt(head_dim),
+        1 / factor("logits_scaling"),
+    )
+
+
 def _query_scale(fields: Fields, head_dim: int) -> float:
     """Returns the factor from the usual scale of attention to the one that the config states."""
     return math.sqrt(head_dim / fields.within("query_pre_attn_scalar", 0.0, 1e6, default=256.0))
@@ -225,15 +278,15 @@ def _refuse_unknown_computation(fields: Fields, rules: _FamilyRules) -> None:
     for key in ("num_local_experts", "num_experts", "attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw.get(key):
             fields.refuse(key, "is not served", "use a dense model without it")
-    for key, neutral in (("logit_scale", 1.0), ("residual_multiplier", 1.0), ("embedding_multiplier", 1.0)):
-        if fields.number(key, default=neutral) != neutral:
-            fields.refuse(key, "is not served", f"use a model where it is {neutral}")
+    for key in ("logit_scale", *(() if rules.multipliers else ("residual_multiplier", "embedding_multiplier"))):
+        if fields.number(key, default=1.0) != 1.0:
+            fields.refuse(key, "is not served", "use a model where it is 1.0")
 
 
 def _windows(fields: Fields, rules: _FamilyRules) -> tuple[int | None, ...]:
     family, default = rules.family, rules.sizes.get("num_hidden_layers")
     layers = fields.integer("num_hidden_layers", default=default, minimum=1, maximum=MAX_LAYERS)
-    if family == "llama":
+    if family in ("llama", "granite", "olmo2"):
         return (None,) * layers
     window = fields.raw.get("sliding_window", SLIDING_WINDOW)
     if window is not None:

@@ -65,6 +65,7 @@ class RopeConfig:
     theta: float
     dim: int
     scaling: Scaling
+    gain: float = 1.0  # on queries and keys alike, as they are rotated
 
 
 def context_limit(max_positions: int, rope: RopeConfig) -> int:

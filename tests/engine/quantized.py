@@ -38,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
     "gemma3": {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 9, "sliding_window_pattern": 2},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
 }
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # where a word has its eight outputs
 Tensors = dict[str, torch.Tensor]

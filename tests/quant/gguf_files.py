@@ -43,6 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"attention_bias": False},
     "gemma3": {"sliding_window": 9, "rope_theta": 1e6, "query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
 }
 OUTPUT_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -102,7 +109,7 @@ def write_model(
         kind = kind if len(shape) == 2 else "F32"
         data, plain = numbers(kind, shape, name)
         held[name] = torch.from_numpy(plain.copy())
-        if family.startswith(("llama", "mistral")) and (".q_proj." in name or ".k_proj." in name):
+        if family.startswith(("llama", "mistral", "granite")) and (".q_proj." in name or ".k_proj." in name):
             heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
             data = by_turns(data, heads)
         if family == "gemma3" and name.endswith("norm.weight"):
@@ -186,6 +193,11 @@ def begun(path: Path, family: str, config: Mapping[str, Any], tokenizer: bool = 
     writer.add_rope_freq_base(config["rope_theta"])
     if config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    if family == "granite":
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
     if tokenizer:
         add_tokenizer(writer, small_tokenizer(), "qwen2" if family.startswith("qwen") else "gpt-2")
     return writer

@@ -338,6 +338,8 @@ FAMILIES = {
     "qwen2": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {"tie_word_embeddings": False},
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
+    "olmo2": {"attention_bias": True, "eos_token_id": 2},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 2.0},
 }
 
 

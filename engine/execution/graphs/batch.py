@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.execution import forward_pass
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, Launch
@@ -30,6 +28,8 @@ from engine.kernels.build import BuildError
 from engine.kernels.launch import Launch as KernelLaunch
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers import many_tokens
+from engine.model.layers.many_tokens import ForwardPass
 from engine.scheduling.plan import RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -127,7 +127,7 @@ class BatchedSteps:
 
 
 class RowAttention:
-    """A `forward_pass.TokenAttention` of rows of one token."""
+    """A `many_tokens.TokenAttention` of rows of one token."""
 
     def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
         self._run = run
@@ -159,7 +159,7 @@ def why_not(parts: Parts) -> str | None:
         return f"no more than {FEW} sequences run at once, which graph_decode takes"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
-    return forward_pass.why_not(parts) or batch_attention.why_not(forward_pass.heads_of(parts))
+    return many_tokens.why_not(parts) or batch_attention.why_not(many_tokens.heads_of(parts))
 
 
 def ask(parts: Parts) -> None:

@@ -40,7 +40,8 @@ from engine.kernels.build import BuildError, Kernels
 from engine.kernels.launch import Launch as KernelLaunch
 from engine.kernels.launch import launcher_of
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import (
+from engine.loading.progress import Progress
+from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,
@@ -49,7 +50,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
 

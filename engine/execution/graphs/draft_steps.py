@@ -13,8 +13,16 @@ from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch
 from engine.kernels.speculation import Guessing, Verified
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
 from engine.kernels.tokens import FirstNorm
+from engine.model.layers.few_rows import (
+    ChainPlan,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    first_norm,
+    prepare_layers,
+    prepare_step,
+)
 from engine.scheduling.sequence_state import SequenceState
 
 

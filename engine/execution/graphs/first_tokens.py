@@ -12,7 +12,6 @@ import torch
 
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import ForwardPass
 from engine.execution.graphs.passes import MOST_CHUNKS
 from engine.execution.graphs.row_state import entry_of, fill, idle, placed, words
 from engine.execution.graphs.row_updates import RowUpdates
@@ -25,8 +24,9 @@ from engine.kernels import rows as states
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch, launcher_of
-from engine.kernels.step import ChainPlan, StepWeights, allocate, prepare_first
 from engine.kernels.tokens import Fed
+from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, prepare_first
+from engine.model.layers.many_tokens import ForwardPass
 from engine.sampling.noise import seed_key
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState

@@ -23,13 +23,13 @@ from engine.execution.token_masks import TokenMasks
 from engine.kernels.build import BuildError
 from engine.kernels.launch import Launch as KernelLaunch
 from engine.kernels.sampling import Sampling
-from engine.kernels.step import (
+from engine.loading.progress import Progress
+from engine.model.layers.few_rows import (
     StepBuffers,
     prepare_choice,
     prepare_layers,
     prepare_start,
 )
-from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
 
 MOST_ROWS = BUCKETS[-1]

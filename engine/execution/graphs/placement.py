@@ -15,7 +15,7 @@ import torch
 from engine.execution.capture import Recorder
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Enqueues
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, prepare_layers
+from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers
 from engine.settings import PAGE_SIZE
 
 PLACES = 6  # that are tried of each vector

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from engine.execution.capture import Recorder
-from engine.execution.forward_pass import Ends, ForwardPass, why_not
 from engine.execution.graphs import weights as step_weights
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
 from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Chunk, Layout, Pass, passes
@@ -31,6 +30,7 @@ from engine.kernels.launch import Launch
 from engine.kernels.tokens import Fed
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -125,7 +125,7 @@ class CapturedPasses:
 
 @dataclass(frozen=True, slots=True)
 class PassAttention:
-    """A `forward_pass.TokenAttention` of chunks."""
+    """A `many_tokens.TokenAttention` of chunks."""
 
     run: ForwardPass
     places: ops.TokenPlaces

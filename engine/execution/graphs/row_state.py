@@ -12,7 +12,7 @@ import torch
 
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import RowState
-from engine.kernels.step import StepBuffers
+from engine.model.layers.few_rows import StepBuffers
 
 RING = 64  # entries of a row; more than can be under way
 _WORDS = 7 + MOST_STOPS  # of a row

@@ -34,8 +34,16 @@ from engine.kernels.launch import Launch as KernelLaunch
 from engine.kernels.launch import launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
-from engine.kernels.step import ChainPlan, StepBuffers, StepWeights, allocate, first_norm, prepare_layers, prepare_step
 from engine.loading.progress import Progress
+from engine.model.layers.few_rows import (
+    ChainPlan,
+    StepBuffers,
+    StepWeights,
+    allocate,
+    first_norm,
+    prepare_layers,
+    prepare_step,
+)
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 

@@ -14,10 +14,10 @@ from engine.kernels import two_pass
 from engine.kernels import weights as forms
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.gpu import GpuShape
-from engine.kernels.step import ChainPlan, LayerWeights, Product, StepWeights
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 from engine.model import features
+from engine.model.layers.few_rows import ChainPlan, LayerWeights, Product, StepWeights
 from engine.model.weights import Layer
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense

@@ -10,7 +10,6 @@ from typing import Final
 
 import torch
 
-from engine.execution import forward_pass
 from engine.execution.capture import Recorder
 from engine.execution.graphs import decode, weights
 from engine.execution.graphs.draft_prefill import DraftPrefill
@@ -29,6 +28,7 @@ from engine.execution.speculation.verifying import VerifyingRows, Way
 from engine.execution.step_state import DecodeWeights, Parts, Unfit
 from engine.kernels.build import BuildError
 from engine.loading.progress import Progress
+from engine.model.layers import many_tokens
 from engine.scheduling.plan import Row, RowResult, Share
 
 NO_DRAFT = "draft-model names none"
@@ -52,7 +52,7 @@ def why_no_draft(parts: Parts) -> str | None:
     if parts.draft is None:
         return NO_DRAFT
     draft = _of_draft(parts, parts.draft)
-    return weights.why_not(draft) or forward_pass.why_not(draft)
+    return weights.why_not(draft) or many_tokens.why_not(draft)
 
 
 def _of_draft(parts: Parts, draft: DraftModel) -> Parts:

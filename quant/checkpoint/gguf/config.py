@@ -36,6 +36,7 @@ FAMILIES: Final = {
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", pre="qwen2"),
     "qwen3": Family("Qwen3ForCausalLM", "qwen3", pre="qwen2"),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text"),
+    "granite": Family("GraniteForCausalLM", "granite", paired_rows=True),
 }
 _MISTRAL: Final = Family("MistralForCausalLM", "mistral", paired_rows=True)
 _READ: Final = frozenset(
@@ -71,6 +72,12 @@ _NEUTRAL: Final = {
     "logit_scale": 1.0,
     "residual_scale": 1.0,
     "embedding_scale": 1.0,
+}
+_MULTIPLIERS: Final = {  # of Granite, under the names of its config; the file's scale of logits divides, as that does
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
 }
 _COMPUTED: Final = (
     "attention.",
@@ -113,7 +120,10 @@ def family_of(fields: Fields) -> Family:
 def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str, Any]:
     """Builds the contents of config.json. Raises BadFile."""
     own = f"{_text(fields, 'general.architecture')}."
-    _refuse_unknown(fields, own)
+    multipliers = _MULTIPLIERS if family.model_type == "granite" else {}
+    _refuse_unknown(fields, own, multipliers)
+    if multipliers and not fields.boolean(f"{own}rope.scaling.finetuned", default=True):
+        fields.refuse(f"{own}rope.scaling.finetuned", "heads that are not rotated are not served", OTHER_MODEL)
     hidden = fields.integer(f"{own}embedding_length", minimum=1)
     heads = fields.integer(f"{own}attention.head_count", minimum=1)
     head_dim = _head_dim(fields, own, hidden, heads)
@@ -139,7 +149,8 @@ def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str,
     }
     if family.model_type == "gemma3_text":
         return config | _gemma3(fields, own, config)
-    return config | _biases(family, positions.names) | _windows(fields, own, family)
+    stated = {name: shortest(fields.number(f"{own}{key}")) for key, name in multipliers.items()}
+    return config | _biases(family, positions.names) | _windows(fields, own, family) | stated
 
 
 def shortest(number: float) -> float:
@@ -172,11 +183,11 @@ def _text(fields: Fields, key: str, default: str | None = None) -> str:
     return value
 
 
-def _refuse_unknown(fields: Fields, own: str) -> None:
+def _refuse_unknown(fields: Fields, own: str, known: Collection[str]) -> None:
     """Refuses every key that would make llama.cpp compute differently from this engine."""
     for key, value in fields.raw.items():
         part = key.removeprefix(own)
-        if part == key or not part.startswith(_COMPUTED) or part in _READ:
+        if part == key or not part.startswith(_COMPUTED) or part in _READ or part in known:
             continue
         if part not in _NEUTRAL or value != _NEUTRAL[part]:
             fields.refuse(key, f"{short(value)} is not served", OTHER_MODEL)
@@ -203,10 +214,10 @@ def _head_dim(fields: Fields, own: str, hidden: int, heads: int) -> int:
 
 def _biases(family: Family, names: Collection[str]) -> dict[str, bool]:
     """Returns the config's switches for biases, in the families that have them."""
-    if family.model_type not in ("llama", "qwen3"):
+    if family.model_type not in ("llama", "granite", "qwen3"):
         return {}
     found = {"attention_bias": "blk.0.attn_q.bias" in names}
-    return found | {"mlp_bias": "blk.0.ffn_gate.bias" in names} if family.model_type == "llama" else found
+    return found if family.model_type == "qwen3" else found | {"mlp_bias": "blk.0.ffn_gate.bias" in names}
 
 
 def _windows(fields: Fields, own: str, family: Family) -> dict[str, Any]:

@@ -36,6 +36,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 3.0,
+}
 GEMMA = {"head_dim": 32, "tie_word_embeddings": True, "query_pre_attn_scalar": 24}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -86,6 +92,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
         },
+    ),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2-biases": ("Olmo2Config", {"attention_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "granite": ("GraniteConfig", {**GRANITE, "tie_word_embeddings": True}),
+    "granite-biases": (
+        "GraniteConfig",
+        {**GRANITE, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-3, "rope_parameters": YARN},
     ),
 }
 PROMPTS = (5, 40, 17, 33, 64, 3)  # tokens

@@ -12,8 +12,8 @@ import torch
 from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import Kernel, KernelLibrary, open_library, parameters_of, source_text
 from engine.kernels.launch import Launcher
-from engine.kernels.step import LayerWeights, Product, StepWeights
 from engine.kernels.weights import to_matrix
+from engine.model.layers.few_rows import LayerWeights, Product, StepWeights
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 from scripts.sanitize import KERNELS
 

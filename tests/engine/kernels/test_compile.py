@@ -33,10 +33,10 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch
 from engine.kernels.linear import Normed
 from engine.kernels.speculation import Future
-from engine.kernels.step import ChainPlan, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.kernels.tokens import Choice, two_pass_head
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Format, Matrix, to_matrix
+from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]

@@ -16,8 +16,8 @@ from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttenti
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import MORE, PARKED, Future, Verified
-from engine.kernels.step import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.kernels.tokens import Choice, FirstNorm
+from engine.model.layers.few_rows import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.sampling.noise import seed_key
 from tests.engine.kernels.kept import KEPT, as_kept
 from tests.engine.kernels.test_gpu_attention import EPS, HEADS, Case

@@ -13,7 +13,8 @@ from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher, Trigger
 from engine.kernels.sampling import SampledRow
-from engine.kernels.step import (
+from engine.kernels.weights import to_matrix
+from engine.model.layers.few_rows import (
     ChainPlan,
     LayerWeights,
     Product,
@@ -24,7 +25,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.kernels.weights import to_matrix
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 pytestmark = pytest.mark.gpu

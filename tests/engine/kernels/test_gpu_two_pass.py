@@ -12,9 +12,9 @@ from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.linear import Normed
-from engine.kernels.step import ChainPlan
 from engine.kernels.tokens import Choice
 from engine.kernels.weights import Format, Matrix
+from engine.model.layers.few_rows import ChainPlan
 from engine.sampling.noise import seed_key
 
 pytestmark = pytest.mark.gpu

@@ -18,9 +18,9 @@ from engine.kernels import batch_sampling, reference
 from engine.kernels.attention import RowPages
 from engine.kernels.prefill import Parts
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
-from engine.kernels.step import ChainPlan, StepWeights, prepare_step
-from engine.kernels.step import allocate as allocate_step
 from engine.kernels.tokens import Choice
+from engine.model.layers.few_rows import ChainPlan, StepWeights, prepare_step
+from engine.model.layers.few_rows import allocate as allocate_step
 from engine.sampling.noise import seed_key
 from engine.sampling.sampler import NARROW, Sampler
 from engine.scheduling.sequence_state import SequenceState

@@ -13,7 +13,9 @@ from engine.kernels import sampling, two_pass
 from engine.kernels.attention import SPLITS, Heads, attention_defines, most_splits
 from engine.kernels.build import BuildError
 from engine.kernels.launch import Trigger, prepare
-from engine.kernels.step import (
+from engine.kernels.tiling import Tiling
+from engine.kernels.tokens import Fed
+from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,
@@ -22,8 +24,6 @@ from engine.kernels.step import (
     prepare_start,
     prepare_step,
 )
-from engine.kernels.tiling import Tiling
-from engine.kernels.tokens import Fed
 
 Models = Callable[[str], StepWeights]
 FORMS = ["bf16", "int8", "int4"]

@@ -7,13 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.execution.products import Products
 from engine.kernels.gpu import GpuShape
 from engine.kernels.weights import Format, dequantize, to_matrix
 from engine.linear import DenseLinear, Linear
 from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import OWN_ROWS, PlainCopies, plain_copies
+from engine.model.layers.products import Products
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ROWS, COLUMNS = 512, 256

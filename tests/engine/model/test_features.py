@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 
-from engine.execution import forward_pass
 from engine.execution.graphs import weights
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.linear.products import CpuProducts
 from engine.loading.formats import Format
-from engine.model.features import Feature, features, why_not
-from engine.model.few_rows import why_not_few_rows
+from engine.model.features import FUSED, Feature, features, why_not
+from engine.model.layers import many_tokens
+from engine.model.layers.few_rows_cpu import COMPUTED, why_not_few_rows
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.worker.shapes import shape_weights
-from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.reading import load_config
+from quant.checkpoint.config import ModelConfig, parse_config
+from tests.engine.execution.test_oracle import CASES, SMALL
 
-QWEN3 = Path(__file__).resolve().parents[3] / "models" / "demo"
-CHANGES: dict[Feature, dict[str, Any]] = {
-    Feature.GELU: {"activation": "gelu"},
-    Feature.OUTPUT_NORMS: {"output_norms": True},
-    Feature.SCALED_EMBEDDING: {"embedding_scale": 16.0},
-    Feature.WINDOW_ROPE: {"window_rope": load_config(QWEN3).rope},
-}
+pytestmark = [pytest.mark.product, pytest.mark.filterwarnings("ignore")]  # transformers' own
+
+
+def config_of(case: str) -> ModelConfig:
+    """The config of a model that the engine is compared with transformers on."""
+    import transformers
+
+    kind, options = CASES[case]
+    stated = json.loads(getattr(transformers, kind)(**{**SMALL, **options}).to_json_string())
+    family = kind.removesuffix("Config").removesuffix("Text")
+    return parse_config({**stated, "architectures": [f"{family}ForCausalLM"]}, "config.json")
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, ModelConfig]:
+    return {case: config_of(case) for case in CASES}
 
 
 def parts_of(config: ModelConfig) -> Parts:
@@ -43,27 +52,21 @@ def parts_of(config: ModelConfig) -> Parts:
     return Parts(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")), 16, 16)
 
 
-def test_the_first_families_need_no_feature() -> None:
-    config = load_config(QWEN3)
-    assert features(config) == frozenset()
-    assert forward_pass.why_not(parts_of(config)) is None
-    assert weights.why_not(parts_of(config)) is None
+def test_some_case_of_the_oracle_needs_each_feature(configs: dict[str, ModelConfig]) -> None:
+    assert frozenset().union(*map(features, configs.values())) == set(Feature)
+    assert features(configs["llama-mha"]) == frozenset()
 
 
-@pytest.mark.parametrize("feature", Feature)
-def test_kernels_refuse_each_feature_by_name(feature: Feature) -> None:
-    config = replace(load_config(QWEN3), **CHANGES[feature])
-    assert features(config) == {feature}
-    reason = f"the model has {feature}, which the kernels do not compute"
-    assert forward_pass.why_not(parts_of(config)) == reason
-    assert weights.why_not(parts_of(config)) == reason
-    assert why_not(config, computed=[feature]) is None
-
-
-@pytest.mark.parametrize("feature", Feature)
-def test_the_walk_in_c_refuses_each_feature_by_name(feature: Feature) -> None:
-    config = replace(load_config(QWEN3), **CHANGES[feature])
-    placement = Placement(torch.bfloat16, torch.device("cpu"), cast(CpuProducts, object()))
-    reason = why_not_few_rows(config, placement)
-    assert reason == f"the model has {feature}, which the kernels do not compute"
-    assert why_not_few_rows(load_config(QWEN3), placement) is None
+@pytest.mark.parametrize("case", CASES)
+def test_a_walk_refuses_by_name_what_it_does_not_compute(case: str, configs: dict[str, ModelConfig]) -> None:
+    config = replace(configs[case], hidden_size=64, head_dim=64)
+    needed = features(config)
+    parts, cpu = parts_of(config), Placement(torch.bfloat16, torch.device("cpu"), cast(CpuProducts, object()))
+    for reason, computed in (
+        (many_tokens.why_not(parts), FUSED),
+        (weights.why_not(parts), FUSED),
+        (why_not_few_rows(config, cpu), COMPUTED),
+        (why_not(config, needed), needed),
+    ):
+        lacking = sorted(needed - computed)
+        assert reason == (f"the model has {lacking[0]}, which the kernels do not compute" if lacking else None)

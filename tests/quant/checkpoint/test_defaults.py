@@ -43,6 +43,12 @@ COMMON = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 BY_LAYER = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
 GEMMA = {
     **{key: value for key, value in COMMON.items() if key not in ("hidden_act", "tie_word_embeddings")},
     "hidden_activation": "gelu_pytorch_tanh",
@@ -62,6 +68,8 @@ OPTIONAL: dict[str, dict[str, Any]] = {
     "qwen3-by-layer": {**COMMON, "head_dim": 6, "attention_bias": True, **WINDOWS, **BY_LAYER},
     "gemma3": {**GEMMA, "sliding_window_pattern": 2},
     "gemma3-by-layer": {**GEMMA, **BY_LAYER},
+    "olmo2": {**COMMON, "attention_bias": True},
+    "granite": {**COMMON, "attention_bias": True, "mlp_bias": True, **MULTIPLIERS},
 }
 NULLABLE = ("num_key_value_heads", "sliding_window", "layer_types")
 REFUSED = {
@@ -142,16 +150,13 @@ NAMES = [f"{family}: {case}" for family, case in CASES]
 
 
 def theirs_of(raw: dict[str, Any]) -> PreTrainedConfig:
-    from transformers import Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    import transformers
 
-    classes: dict[str, type[PreTrainedConfig]] = {
-        "LlamaForCausalLM": LlamaConfig,
-        "MistralForCausalLM": MistralConfig,
-        "Qwen2ForCausalLM": Qwen2Config,
-        "Qwen3ForCausalLM": Qwen3Config,
-        "Gemma3ForCausalLM": Gemma3TextConfig,
-    }
-    theirs = classes[raw["architectures"][0]].from_dict(copy.deepcopy(raw))
+    family = raw["architectures"][0].removesuffix("ForCausalLM")
+    kind: type[PreTrainedConfig] = getattr(transformers, f"{family}TextConfig", None) or getattr(
+        transformers, f"{family}Config"
+    )
+    theirs = kind.from_dict(copy.deepcopy(raw))
     theirs.standardize_rope_params()  # as their models do once more, after what the class has no field for
     return theirs
 
@@ -179,7 +184,12 @@ def compare(ours: ModelConfig, theirs: Any) -> None:
     assert (ours.hidden_size, ours.intermediate_size) == (theirs.hidden_size, theirs.intermediate_size)
     assert (ours.heads, ours.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.norm_eps == theirs.rms_norm_eps
+    unit = getattr(theirs, "residual_multiplier", 1.0)
+    assert ours.norm_eps == pytest.approx(theirs.rms_norm_eps / unit**2)
+    if ours.family == "granite":
+        assert ours.embedding_scale == pytest.approx(theirs.embedding_multiplier / unit)
+        assert ours.rope.gain == pytest.approx((theirs.attention_multiplier * ours.head_dim**0.5) ** 0.5)
+        assert ours.logit_scale == pytest.approx(1 / theirs.logits_scaling)
     assert ours.tied_head == theirs.tie_word_embeddings
     assert {"silu": "silu", "gelu": "gelu_pytorch_tanh"}[ours.activation] == activation_of(theirs)
     assert ours.output_bias == getattr(theirs, "attention_bias", False)
@@ -245,7 +255,7 @@ def test_the_default_windows_of_a_family_are_far_away(family: str) -> None:
     raw = {"architectures": [family], **SIZES, "num_hidden_layers": 30, "use_sliding_window": True}
     ours, theirs = parse_config(raw, "config.json"), theirs_of(raw)
     assert ours.windows == windows_of(theirs, 30)
-    assert (4096 in ours.windows) is (family != "LlamaForCausalLM")
+    assert (4096 in ours.windows) is hasattr(theirs, "sliding_window")
 
 
 def test_a_dynamic_scaling_ends_where_its_angles_would_change() -> None:

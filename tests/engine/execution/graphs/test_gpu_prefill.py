@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from engine.api import GREEDY, GenerationRequest, SamplingParams, Stopping
 from engine.errors import EngineFailed
 from engine.execution.eager import Eager
-from engine.execution.forward_pass import why_not
 from engine.execution.graphs.prefill import GraphPrefill
 from engine.execution.router import ALL_OPTIONS, StepOptions
 from engine.execution.step_state import Parts
 from engine.kernels import gated_product
 from engine.linear import DenseLinear
+from engine.model.layers.many_tokens import why_not
 from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from engine.execution.graphs.weights import step_weights
 from engine.kernels.build import open_library
 from engine.kernels.launch import Launcher
-from engine.kernels.step import ChainPlan, allocate, prepare_start, prepare_step
+from engine.model.layers.few_rows import ChainPlan, allocate, prepare_start, prepare_step
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
 from quant.checkpoint.config import parse_config

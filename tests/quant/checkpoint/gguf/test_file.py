@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
 }
 
 
@@ -187,13 +188,14 @@ def changed(
     change: Callable[[GGUFWriter], None],
     without: str = "",
     shape: tuple[str, tuple[int, ...]] | None = None,
+    family: str = "llama",
     **more: Any,
 ) -> None:
     """A small model with one thing changed: keys by the writer, tensors left out or of another shape."""
-    config = config_of("llama", num_hidden_layers=1, **more)
-    writer = begun(path, "llama", config)
+    config = config_of(family, num_hidden_layers=1, **more)
+    writer = begun(path, family, config)
     change(writer)
-    for name, size in gguf_files.shapes("llama", config).items():
+    for name, size in gguf_files.shapes(family, config).items():
         name = gguf_files.file_name(name)
         size = shape[1] if shape is not None and shape[0] == name else size
         if name != without:
@@ -224,6 +226,14 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "a part": ({"change": lambda w: w.add_uint16("split.count", 3)}, "split.count: this is one part of several"),
     "experts": ({"change": lambda w: w.add_expert_count(8)}, "llama.expert_count: 8 is not served"),
     "a scale": ({"change": lambda w: w.add_logit_scale(0.5)}, "llama.logit_scale: 0.5 is not served"),
+    "a scale that the family must have": (
+        {"family": "granite", "change": rekeyed("granite.residual_scale", None)},
+        "granite.residual_scale: is missing",
+    ),
+    "heads that are not rotated": (
+        {"family": "granite", "change": lambda w: w.add_rope_scaling_finetuned(False)},
+        "granite.rope.scaling.finetuned: heads that are not rotated are not served",
+    ),
     "a soft cap": ({"change": lambda w: w.add_attn_logit_softcapping(50.0)}, "llama.attn_logit_softcapping: 50.0"),
     "attention of its own": (
         {"change": lambda w: w.add_uint32("llama.attention.sparse_window", 5)},

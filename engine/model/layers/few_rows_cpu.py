@@ -1,23 +1,59 @@
-"""The walk of `walk.c`, called with the addresses of tensors: what a model is there, and one call a step."""
+"""The walk over the layers for a few tokens on a CPU: in C, one call for all layers and one for the head.
+
+Each token stands for itself: at its position, over the keys that its sequence has up to there, its own and those of
+the step included. So rows of one token, drafts and short pieces of a prompt are all the same here.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
 
-from engine.linear import DenseLinear, Linear
+from engine.kv.kv_cache import KvCache
+from engine.linear import DenseLinear, Linear, Placement
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
 from engine.linear.products import TYPES, CpuProducts, Int4, Int8, Plain
+from engine.model import features
+from engine.model.attention import RowSpan
+from engine.model.features import FUSED, Feature
+from engine.model.weights import Layer, Weights
+from engine.settings import PAGE_SIZE
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.tensors import LayerForm, Product, layer_form
 
+COMPUTED: Final = FUSED | {Feature.SCALED_EMBEDDING}  # the embeddings that it is given are scaled
+MOST_ROWS: Final = 16  # tokens; torch's walk is as fast for more
 SPLIT: Final = 512  # positions that one unit of attention reads at most, as in walk.c
 _BITS4, _BITS8, _BITS16, _BITS32 = range(4)
 _pointer = ctypes.c_void_p
 _long = ctypes.c_long
+
+
+def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
+    """Why this walk cannot be had for weights placed so, or None."""
+    if placement.device.type != "cpu":
+        return "the walk in C is for CPUs"
+    if placement.products is None:
+        narrow = placement.dtype != torch.float32
+        return "there is no C compiler for the walk" if narrow else "weights of 32 bits are multiplied by torch"
+    return features.why_not(config, COMPUTED)
+
+
+def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> FewRows | str:
+    """Opens the walk, or returns why there is none."""
+    reason = why_not_few_rows(config, placement)
+    if reason is not None or placement.products is None:
+        return reason or ""
+    try:
+        return FewRows(config, weights, rope, placement.products)
+    except Unfit as unfit:
+        return str(unfit)
 
 
 class Unfit(Exception):
@@ -66,48 +102,6 @@ class _Step(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class WalkedLayer:
-    """One layer: float32 weights of norms, and linears."""
-
-    input_norm: torch.Tensor  # [hidden]
-    mlp_norm: torch.Tensor
-    head_norm: torch.Tensor | None  # [heads + kv_heads, dim]
-    qkv: Linear
-    output: Linear
-    gate_up: Linear
-    down: Linear
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class WalkedModel:
-    """Holds all that the walk knows of a model."""
-
-    layers: tuple[WalkedLayer, ...]
-    norm: torch.Tensor
-    head: Linear
-    angles: torch.Tensor  # float32 [positions, 2, dim]
-    hidden: int
-    vocabulary: int
-    heads: int
-    kv_heads: int
-    dim: int
-    inner: int
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class WalkedRows:
-    """Where the tokens of a step stand, and what of the cache is theirs."""
-
-    positions: torch.Tensor  # int64 [rows]
-    slots: torch.Tensor  # int64 [rows]
-    pages: torch.Tensor  # int32 [rows, widest]
-    last: int  # the greatest of the positions
-    cache: torch.Tensor  # [layers, 2, kv_heads, pages, 16, dim]: float32, or bytes of e4m3
-
-
 @dataclass(slots=True)
 class _Held:
     """Structures that C reads, and the tensors made for it: they live as long as the model."""
@@ -135,65 +129,78 @@ class _Held:
         return tensor.data_ptr()
 
 
-class Walk:
-    """A model in the form that `walk.c` reads. Its weights must stay where they are."""
+class FewRows:
+    """Walks over the layers of a model in the form that `walk.c` reads. Its weights must stay where they are."""
 
-    def __init__(self, model: WalkedModel, products: CpuProducts) -> None:
-        """Describes the model to the library. Raises Unfit."""
+    def __init__(self, config: ModelConfig, weights: Weights, angles: torch.Tensor, products: CpuProducts) -> None:
+        """angles: float32 [positions, 2, head_dim]. Describes the model to the library. Raises Unfit."""
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
-        self._held = _Held()
-        self._vocabulary, self._most_units = model.vocabulary, int(self._library.walk_units())
-        made = [self._layer(model, one) for one in model.layers]
+        self._held = held = _Held()
+        self._vocabulary, self._most_units = config.vocab_size, int(self._library.walk_units())
+        self._most_heads = max(config.heads, config.kv_heads)
+        form = layer_form(config)
+        made = [self._layer(form, one) for one in weights.layers]
         layers = (_Layer * len(made))(*made)
-        self._held.kept.append(layers)
-        sizes = (len(made), model.hidden, model.heads, model.kv_heads, model.dim, model.inner)
-        norm, angles = self._held.floats(model.norm), self._held.floats(model.angles)
-        head = self._held.linear(model.head, model.hidden, model.vocabulary)
-        self._model = _Model(layers, norm, angles, head, *sizes, model.epsilon)
-        self._units = model.kv_heads, model.heads
+        held.kept.append(layers)
+        head = held.linear(weights.head, config.hidden_size, config.vocab_size)
+        self._model = _Model(
+            *(layers, held.floats(weights.norm.weight), held.floats(angles), head),
+            *(len(made), config.hidden_size, config.heads, config.kv_heads, config.head_dim, config.intermediate_size),
+            config.norm_eps,
+        )
         self._room = torch.empty(0)
 
-    def _layer(self, model: WalkedModel, layer: WalkedLayer) -> _Layer:
-        held, queries, keys = self._held, model.heads * model.dim, model.kv_heads * model.dim
-        head_norm = None if layer.head_norm is None else held.floats(layer.head_norm)
+    def _layer(self, form: LayerForm, layer: Layer) -> _Layer:
+        held = self._held
+
+        def linear(made: Linear, product: Product) -> _Linear:
+            return held.linear(made, product.inputs, sum(product.outputs))
+
         return _Layer(
-            held.floats(layer.input_norm),
-            held.floats(layer.mlp_norm),
-            head_norm,
-            held.linear(layer.qkv, model.hidden, queries + 2 * keys),
-            held.linear(layer.output, queries, model.hidden),
-            held.linear(layer.gate_up, model.hidden, 2 * model.inner),
-            held.linear(layer.down, model.inner, model.hidden),
+            held.floats(layer.input_norm.weight),
+            held.floats(layer.mlp_norm.weight),
+            None if layer.head_norm is None else held.floats(layer.head_norm.weight),
+            linear(layer.qkv, form.qkv),
+            linear(layer.output, form.output),
+            linear(layer.gate_up, form.gate_up),
+            linear(layer.down, form.down),
             layer.window or 0,
         )
 
-    def takes(self, rows: int, last: int) -> bool:
-        """Whether so many tokens, the last at this position, are few enough units."""
-        return rows * (last // SPLIT + 1) * max(self._units) <= self._most_units
+    def takes(self, spans: Sequence[RowSpan], cache: KvCache) -> bool:
+        """Whether a step of these spans is this walk's."""
+        tokens = sum(span.count for span in spans)
+        splits = _last(spans) // SPLIT + 1
+        few = tokens <= MOST_ROWS and tokens * splits * self._most_heads <= self._most_units
+        return few and cache.heads_outside
 
-    def layers(self, x: torch.Tensor, rows: WalkedRows) -> None:
-        """x float32 [rows, hidden], contiguous: embeddings, which become what the last layer leaves."""
-        splits = rows.last // SPLIT + 1
-        cached = rows.cache.shape[3] * rows.cache.shape[4]
+    def forward(
+        self, x: torch.Tensor, spans: Sequence[RowSpan], positions: torch.Tensor, slots: torch.Tensor, cache: KvCache
+    ) -> None:
+        """x float32 [tokens, hidden], contiguous: embeddings, which become what the last layer leaves. Writes keys and
+        values."""
+        last, held = _last(spans), cache.storage
+        pages = _table(spans, last // PAGE_SIZE + 1)
         step = _Step(
             x=x.data_ptr(),
-            positions=rows.positions.data_ptr(),
-            slots=rows.slots.data_ptr(),
-            pages=rows.pages.data_ptr(),
-            cache=rows.cache.data_ptr(),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            pages=pages.data_ptr(),
+            cache=held.data_ptr(),
             rows=x.shape[0],
-            widest=rows.pages.shape[1],
-            cached=cached,
-            narrow=rows.cache.dtype == torch.uint8,
-            splits=splits,
+            widest=pages.shape[1],
+            cached=held.shape[3] * held.shape[4],
+            narrow=held.dtype == torch.uint8,
+            splits=last // SPLIT + 1,
             threads=self._threads,
         )
         self._go(self._library.walk_layers, step)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden float32 [rows, hidden], contiguous → float32 [rows, vocabulary]."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden], before the last norm → [rows, vocab], float32."""
+        hidden = hidden.contiguous()
         logits = hidden.new_empty(hidden.shape[0], self._vocabulary)
         step = _Step(
             x=hidden.data_ptr(), logits=logits.data_ptr(), rows=hidden.shape[0], splits=1, threads=self._threads
@@ -208,6 +215,21 @@ class Walk:
             self._room = torch.empty(floats)
         step.room = self._room.data_ptr()
         walk(model, held)
+
+
+def _last(spans: Sequence[RowSpan]) -> int:
+    """The greatest position of a step."""
+    return max(span.end for span in spans) - 1
+
+
+def _table(spans: Sequence[RowSpan], widest: int) -> torch.Tensor:
+    """int32 [tokens, widest]: the pages of each token's sequence."""
+    table = array("i")
+    for span in spans:
+        row = array("i", span.pages[:widest])
+        row.frombytes(bytes(row.itemsize * (widest - len(row))))
+        table.extend(row * span.count)
+    return torch.frombuffer(table, dtype=torch.int32).view(-1, widest)
 
 
 def _flat(linear: Linear) -> Sequence[Linear]:

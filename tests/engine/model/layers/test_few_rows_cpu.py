@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from engine.linear import Placement
 from engine.linear.products import CpuProducts, open_products
-from engine.linear.walk import SPLIT
 from engine.model.attention import RowSpan
-from engine.model.few_rows import MOST_ROWS, FewRows, open_few_rows
+from engine.model.layers.few_rows_cpu import MOST_ROWS, SPLIT, FewRows, open_few_rows
 from engine.worker.hardware import cpu_features
-from tests.engine.model.walked import CPU, Made, Shape, in_float64, run
+from tests.engine.model.layers.walked import CPU, Made, Shape, in_float64, run
 from tests.properties import example_count
 
 pytestmark = [pytest.mark.product, pytest.mark.isa]
@@ -68,6 +67,7 @@ SHAPES = {
     "biases": Shape(bias=True),
     "untied": Shape(tied=False, vocabulary=200),
     "window": Shape(window=20),
+    "scales": Shape(scaled=True),
 }
 
 

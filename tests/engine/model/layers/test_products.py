@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from engine.errors import Unsupported
-from engine.execution import products
 from engine.execution.graphs import prefill as stage
-from engine.execution.products import Products
 from engine.execution.step_state import Unfit
 from engine.kernels.build import WantedKernels
 from engine.kernels.gpu import GpuShape
@@ -23,6 +21,8 @@ from engine.linear import DenseLinear
 from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import PlainCopies
+from engine.model.layers import products
+from engine.model.layers.products import Products
 from engine.model.norm import RmsNorm
 from engine.model.weights import Layer
 from engine.settings import EngineSettings

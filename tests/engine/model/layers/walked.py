@@ -41,13 +41,16 @@ class Shape:
     qk_norm: bool = False
     bias: bool = False
     tied: bool = True
+    scaled: bool = False  # embedding, residuals, attention and logits
     form: str = "bfloat16"
     kv: torch.dtype = torch.float32
 
 
 def config_of(shape: Shape) -> ModelConfig:
+    family = "Granite" if shape.scaled else "Qwen3" if shape.qk_norm else "Mistral"
+    scales = {"embedding_multiplier": 7.3, "residual_multiplier": 0.6, "attention_multiplier": 0.4}
     raw: dict[str, Any] = {
-        "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "MistralForCausalLM"],
+        "architectures": [f"{family}ForCausalLM"],
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.inner,
@@ -59,7 +62,7 @@ def config_of(shape: Shape) -> ModelConfig:
         "tie_word_embeddings": shape.tied,
         "sliding_window": None if shape.qk_norm else shape.window,
     }
-    return parse_config(raw, "config.json")
+    return parse_config(raw | (scales if shape.scaled else {}), "config.json")
 
 
 class Made:
@@ -157,7 +160,7 @@ def run(made: Made, spans: list[RowSpan], fused: bool) -> tuple[torch.Tensor, to
 def in_float64(made: Made, spans: list[RowSpan]) -> torch.Tensor:
     """The hidden states, each operation as its definition has it; pages are left as they were."""
     shape, step, weights = made.shape, made.step(spans), made.model.weights
-    x = functional.embedding(step.token_ids, weights.embedding).double()
+    x = functional.embedding(step.token_ids, weights.embedding).double() * made.config.embedding_scale
     cos, sin = made.model.rope[step.positions].double().unsqueeze(1).unbind(2)
     held = made.pool.storage
     held = (held.view(shape.kv) if held.dtype == torch.uint8 else held).double()

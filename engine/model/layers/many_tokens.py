@@ -9,25 +9,47 @@ from typing import Protocol
 
 import torch
 
-from engine.execution import products
-from engine.execution.products import Products
-from engine.execution.step_state import Parts, no_gpu
 from engine.kernels import gemm
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
-from engine.kernels.build import Kernels
+from engine.kernels.build import Kernels, why_no_gpu
 from engine.kernels.launch import Enqueues, Launch, launcher_of
 from engine.kernels.weights import Format
+from engine.kv.kv_cache import KvCache
 from engine.linear import DenseLinear, Linear
+from engine.linear.chosen import ChosenProducts
+from engine.linear.plain_copies import PlainCopies
 from engine.model import features
+from engine.model.layers import products
+from engine.model.layers.products import Products
+from engine.model.transformer import Transformer
 from engine.model.weights import Layer
 
 
-def why_not(parts: Parts) -> str | None:
+class Loaded(Protocol):
+    """What the walk reads of the `Parts` of `engine.execution`."""
+
+    @property
+    def model(self) -> Transformer: ...
+
+    @property
+    def pool(self) -> KvCache: ...
+
+    @property
+    def plain(self) -> PlainCopies: ...
+
+    @property
+    def chosen(self) -> ChosenProducts: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+
+def why_not(parts: Loaded) -> str | None:
     """Why this model cannot be computed so on this machine, or None."""
     model = parts.model
     config, placement = model.config, model.placement
-    objection = no_gpu(parts)
+    objection = why_no_gpu(placement.device)
     if objection is not None:
         return objection
     objection = features.why_not(config)
@@ -37,21 +59,14 @@ def why_not(parts: Parts) -> str | None:
         return f"activations are {placement.dtype}, the kernels read bfloat16"
     if config.hidden_size % 8 or config.intermediate_size % 2:
         return f"a hidden size of {config.hidden_size} is no multiple of 8"
-    return heads_of(parts).why_not() or next(
-        (found for found in map(products.why_not, linears_of(parts)) if found), None
-    )
+    linears = model.weights.in_order()[:-1]
+    return heads_of(parts).why_not() or next((found for found in map(products.why_not, linears) if found), None)
 
 
-def heads_of(parts: Parts) -> Heads:
+def heads_of(parts: Loaded) -> Heads:
     """The head layout."""
     config = parts.model.config
     return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
-
-
-def linears_of(parts: Parts) -> list[Linear]:
-    """All of its layers."""
-    layers = parts.model.weights.layers
-    return [one for layer in layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +118,7 @@ class Ends:
 class ForwardPass:
     """Of one model, for these sizes, whose buffers it has."""
 
-    def __init__(self, parts: Parts, sizes: Iterable[int], ends: int = 0) -> None:
+    def __init__(self, parts: Loaded, sizes: Iterable[int], ends: int = 0) -> None:
         """`ends`: the most chunks of a pass of which the last tokens alone are wanted."""
         self._parts = parts
         self.library: Kernels = parts.kernels
