@@ -42,7 +42,7 @@ _TOKENIZE = "/whippet.v1.GenerationService/Tokenize"
 
 
 @dataclass
-class Found:
+class AttackOutcome:
     """What came of it."""
 
     rest_mib: float = 0.0  # of the front, after a first round of everything
@@ -78,10 +78,10 @@ def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes],
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
-            said = Path(log.name).read_text()
-            if len(said) > 4000:
-                print(f"the log has {len(said)} bytes")
-            print(said[-2000:], file=sys.stderr)
+            outcome = Path(log.name).read_text()
+            if len(outcome) > 4000:
+                print(f"the log has {len(outcome)} bytes")
+            print(outcome[-2000:], file=sys.stderr)
 
 
 def calls(address: str, method: str, message: bytes, count: int) -> Counter[str]:
@@ -149,7 +149,7 @@ def run_attacks(ports: dict[str, str], seconds: float) -> None:
         print(f"{began % 1000:6.1f} {name:40} {time.monotonic() - began:5.1f} s  {result or ''}", flush=True)
 
 
-def be_polite(address: str, stop: Event, found: Found) -> None:
+def be_polite(address: str, stop: Event, found: AttackOutcome) -> None:
     """Small requests, one after the other, with a second's patience each time one is refused."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -159,13 +159,13 @@ def be_polite(address: str, stop: Event, found: Found) -> None:
             message = pb.GenerateRequest(text=f"polite {number}", stopping=pb.StoppingOptions(max_tokens=2))
             try:
                 stub.Generate(message, timeout=30)
-                said = "OK"
+                outcome = "OK"
             except grpc.RpcError as error:
-                said = error.code().name
-            found.polite[said] = found.polite.get(said, 0) + 1
+                outcome = error.code().name
+            found.polite[outcome] = found.polite.get(outcome, 0) + 1
 
 
-def stream_on(address: str, tokens: int, found: Found) -> None:
+def stream_on(address: str, tokens: int, found: AttackOutcome) -> None:
     """One answer, from before the attack until it is over."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -187,9 +187,9 @@ def settled(pid: int) -> float:
     return seen[-1] / 2**20
 
 
-def attack(seconds: float, memory: int) -> Found:
+def attack(seconds: float, memory: int) -> AttackOutcome:
     """A first short round, so that what is kept for good is there, and then the attack."""
-    found = Found()
+    found = AttackOutcome()
     tokens = int(seconds / _STEP)
     with server(memory, tokens + 1000) as (process, ports):
         print(f"at the start: {settled(process.pid):.0f} MiB", flush=True)

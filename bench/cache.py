@@ -44,7 +44,7 @@ from cache.api import (
     RedisSettings,
     ResponseSettings,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
 )
 from cache.open.counters import Counters
 from cache.seal.context import CacheContext
@@ -98,11 +98,11 @@ def sentences() -> list[str]:
     return [text for text in found if len(text.split()) >= 3 and not re.search(r"\d[\d -]{7,}\d|@", text)]
 
 
-def turn(text: str) -> Turn:
+def turn(text: str) -> SemanticTurn:
     """A greedy question."""
     ids = tuple(text.encode())
     question = Question(tenant="bench", token_ids=ids, parameters=(), max_tokens=512, deterministic=True)
-    return Turn(question=question, context=b"", text=text, greedy=True)
+    return SemanticTurn(question=question, context=b"", text=text, greedy=True)
 
 
 def answer() -> CachedCompletion:

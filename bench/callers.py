@@ -26,7 +26,7 @@ _FIRST = 4.0  # seconds over which those who are new begin
 _RETRY = "grpc-retry-pushback-ms"
 
 
-class Callers:
+class StreamCallers:
     """Each asks for one stream after the other, of `tokens` tokens."""
 
     def __init__(self, address: str, token: str, tokens: int) -> None:
@@ -52,9 +52,9 @@ class Callers:
 
     def report(self) -> dict[str, Any]:
         """Of what has ended since the last one."""
-        said = {"codes": self.codes, "refused": sorted(self.refused), "first": sorted(self.first)}
+        report = {"codes": self.codes, "refused": sorted(self.refused), "first": sorted(self.first)}
         self._new()
-        return said
+        return report
 
     def _stub(self, number: int) -> generation_pb2_grpc.GenerationServiceStub:
         while len(self._stubs) <= number // _PER_CONNECTION:
@@ -85,7 +85,7 @@ class Callers:
                 await asyncio.sleep(int(dict(trailers).get(_RETRY, "1000")) / 1000)
 
 
-class Process:
+class CallerProcess:
     """The same from outside."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -107,12 +107,12 @@ class Process:
 
 
 @contextmanager
-def callers(address: str, token: str, tokens: int) -> Iterator[Process]:
+def callers(address: str, token: str, tokens: int) -> Iterator[CallerProcess]:
     """Nobody calls yet; they end with the block."""
     words = [sys.executable, "-m", "bench.callers", address, token, str(tokens)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield Process(process)
+            yield CallerProcess(process)
         finally:
             process.kill()
 
@@ -123,7 +123,7 @@ def share(values: list[float], part: float) -> float:
 
 
 async def main(address: str, token: str, tokens: str) -> None:
-    everybody = Callers(address, token, int(tokens))
+    everybody = StreamCallers(address, token, int(tokens))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := (await reader.readline()).decode().strip():

@@ -139,7 +139,7 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True)
 
 
-class Turns:
+class TreeProcess:
     """A process of one tree that runs a round when asked."""
 
     def __init__(self, tree: Path, arguments: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[di
     parts = []
     for start in range(given.starts):
         with ExitStack() as stack:
-            sides = [Turns(tree, words) for tree in (before, after)]
+            sides = [TreeProcess(tree, words) for tree in (before, after)]
             for one in sides:
                 stack.callback(one.close)
             for one in sides:
@@ -243,7 +243,7 @@ def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
     given = parser.parse_args(argv)
     if bool(given.before) == bool(given.files) or len(given.files) not in (0, 2):
         parser.error("name two files, or --before COMMIT")
-    shown = {name: value for name, value in vars(given).items() if name != "files"}
+    label = {name: value for name, value in vars(given).items() if name != "files"}
     if given.files:
         found, figures = of_files(given.files)
         samples: dict[str, Samples] = {}
@@ -265,4 +265,4 @@ def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
     rows = [
         {"name": one.name, "verdict": one.verdict(given.tolerance), "low": one.low, "high": one.high} for one in found
     ]
-    return Result("compare", shown, {**figures, "changes": rows}, samples), REGRESSION if worse else 0
+    return Result("compare", label, {**figures, "changes": rows}, samples), REGRESSION if worse else 0

@@ -61,7 +61,7 @@ def asked(constraint: Constraint | None, seed: int = 0, tokens: int = 400, **cha
 
 
 @dataclass
-class Outcome:
+class ConstrainedOutcome:
     """What came of a request."""
 
     ids: list[int] = field(default_factory=list)
@@ -90,20 +90,20 @@ class Answering:
         self.scheduler = Scheduler(limits, PagePool(pages or info.total_pages))
         self._keys = itertools.count(1)
 
-    def answer(self, requests: Items[GenerationRequest]) -> list[Outcome]:
-        told = {next(self._keys): Outcome() for _ in requests}
-        for key, request in zip(told, requests, strict=True):
+    def answer(self, requests: Items[GenerationRequest]) -> list[ConstrainedOutcome]:
+        outcomes = {next(self._keys): ConstrainedOutcome() for _ in requests}
+        for key, request in zip(outcomes, requests, strict=True):
             self.scheduler.admit(Sequence(request, list(request.token_ids), key=key))
         while self.scheduler.live:
             plan = self.scheduler.plan(time.monotonic())
             assert plan is not None
             for event in self.scheduler.commit(plan, self.runner.run(plan), time.monotonic()):
-                one = told[event.key]
+                one = outcomes[event.key]
                 one.steps += 1
                 one.ids += event.token_ids
                 one.logprobs += event.logprobs
                 one.finish, one.failure = event.finish, event.failure
-        return list(told.values())
+        return list(outcomes.values())
 
 
 def demo(sequences: int = 8, speculation: bool = True) -> Runner:

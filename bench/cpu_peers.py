@@ -61,7 +61,7 @@ def undisturbed(steps: list[float]) -> float:
     return sorted(steps)[len(steps) // 4]
 
 
-class Peer:
+class LlamaCppPeer:
     """llama.cpp in its own interpreter."""
 
     def __init__(self, python: str) -> None:
@@ -100,7 +100,7 @@ def _fields(settings: EngineSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
-def peer_files(peer: Peer, gguf: str, work: Path) -> dict[str, str]:
+def peer_files(peer: LlamaCppPeer, gguf: str, work: Path) -> dict[str, str]:
     """Returns the peer's files by format, and makes those that are missing."""
     found = {"4 bits": gguf}
     for name, kind in (("16 bits", "BF16"), ("8 bits", "Q8_0")):
@@ -111,7 +111,7 @@ def peer_files(peer: Peer, gguf: str, work: Path) -> dict[str, str]:
     return found
 
 
-def arms(arguments: argparse.Namespace, peer: Peer | None) -> dict[Key, Arm]:
+def arms(arguments: argparse.Namespace, peer: LlamaCppPeer | None) -> dict[Key, Arm]:
     """What takes turns, side by side what is compared."""
     made = runners(arguments)
     theirs = {} if peer is None else peer_files(peer, arguments.gguf, Path(arguments.work))
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, help="begin no round after so many")
     arguments = parser.parse_args()
-    peer = Peer(arguments.peer) if arguments.peer else None
+    peer = LlamaCppPeer(arguments.peer) if arguments.peer else None
     found = arms(arguments, peer)
     began = time.monotonic()
     rounds: dict[Key, list[Figures]] = {key: [] for key in found}

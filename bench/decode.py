@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.pace import Answer, asked, figures, first_tokens, planner
+from bench.pace import PacedAnswer, asked, figures, first_tokens, planner
 from bench.result import Result, Samples, device, finish, gpu_bytes
 from engine.api import GREEDY, ModelInfo, SamplingParams
 from engine.execution.runner import ModelRunner
@@ -34,7 +34,7 @@ from engine.worker.build import make_runner, prepare
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
 FIRST_PROMPT = 128  # tokens
-Generate = Callable[[Sequence[int], int], Answer]  # prompt and tokens → answer
+Generate = Callable[[Sequence[int], int], PacedAnswer]  # prompt and tokens → answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +65,11 @@ class EngineArm:
         self._sampling = sampling
         self._asked = 0
 
-    def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
+    def ask(self, prompt: Sequence[int], tokens: int) -> PacedAnswer:
         """One answer."""
         scheduler = planner(self.runner, PagePool(self.runner.info.total_pages))
         self._asked += 1
-        answer, cpu = Answer(time.monotonic()), 0.0
+        answer, cpu = PacedAnswer(time.monotonic()), 0.0
         scheduler.admit(asked(self._asked, tuple(prompt), tokens, self._sampling))
         while (plan := scheduler.plan(0.0)) is not None:
             events = scheduler.commit(plan, self.runner.run(plan), 0.0)

@@ -177,16 +177,18 @@ _CONNECT = 2.0  # seconds to connect
 _POLL = 0.005  # seconds between polls
 
 
-class Strangers:
+class IdleConnections:
     """Holds `count` idle connections to one port, from a thread, for the length of a `with` block."""
 
-    def __init__(self, address: str, count: int, said: bytes, *, tls: bool = False, source: str = "127.0.0.1") -> None:
+    def __init__(
+        self, address: str, count: int, output: bytes, *, tls: bool = False, source: str = "127.0.0.1"
+    ) -> None:
         """Sends `said` on each connection and then nothing more. With `tls`, each connection completes a TLS handshake
         first. `source` is the local address that the connections come from."""
         host, _, port = address.rpartition(":")
         self._to = host, int(port)
         self._count = count
-        self._said = said
+        self._first_bytes = output
         self._source = source
         self._tls = _trusting() if tls else None
         self._sockets: dict[int, socket.socket] = {}
@@ -195,7 +197,7 @@ class Strangers:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.opened = 0  # connections since the start, reopened ones included
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> IdleConnections:
         self._thread.start()
         return self
 
@@ -225,7 +227,7 @@ class Strangers:
             one = socket.create_connection(self._to, _CONNECT, (self._source, 0))
             if self._tls is not None:
                 one = self._tls.wrap_socket(one)
-            one.sendall(self._said)
+            one.sendall(self._first_bytes)
         except OSError:
             return
         one.setblocking(False)
@@ -267,9 +269,9 @@ def rss(pid: int) -> int:
 def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
     """Of a server's four ports, once it says that it is ready."""
     while process.poll() is None:
-        said = log.read_text()
-        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", said, re.MULTILINE)
-        metrics = re.search(r" metrics http://(\S+)/metrics$", said, re.MULTILINE)
+        output = log.read_text()
+        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", output, re.MULTILINE)
+        metrics = re.search(r" metrics http://(\S+)/metrics$", output, re.MULTILINE)
         if ready and metrics:
             return {"data": ready[1], "admin": ready[2], "health": ready[3], "metrics": metrics[1]}
         time.sleep(_EVERY)

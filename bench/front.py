@@ -28,7 +28,7 @@ import grpc
 
 from bench import own_server
 from bench import result as about
-from bench.grpc_frames import FrameClient, Stream
+from bench.grpc_frames import FrameClient, ReceivedStream
 from bench.own_server import cpu_seconds
 from bench.result import run_one_of
 from engine.fake.stamps import MODULUS, stamp
@@ -86,7 +86,7 @@ def latency(address: str, tokens: int) -> list[float]:
     """Milliseconds from the end of an engine step to the client's bytes, one stream, one token a message."""
     found: list[float] = []
 
-    def on_message(stream: Stream, data: bytes) -> None:
+    def on_message(stream: ReceivedStream, data: bytes) -> None:
         now = stamp()
         for token in pb.GenerateStreamResponse.FromString(data).logprobs:
             found.append((now - token.top[0].token_id) % MODULUS / 1000)
@@ -321,7 +321,7 @@ _DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FrontLoad:
     """What is asked of a front at a time."""
 
     streams: int
@@ -339,7 +339,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FrontTurn:
     """What one front did in one turn."""
 
     token: float  # µs of processor time
@@ -350,11 +350,11 @@ class Turn:
 
 # A pace leaves the front idle for half of the time.
 PACED = tuple(
-    Shape(streams, message, step, pace)
+    FrontLoad(streams, message, step, pace)
     for streams, paces in ((1, (0.0006, 0.0006)), (16, (0.002, 0.003)), (64, (0.008, 0.01)))
     for (message, step), pace in zip(((1, 1), (8, 8)), paces, strict=True)
 )
-FAST = tuple(Shape(streams, *sizes, 0.0) for streams in (1, 16, 64) for sizes in ((1, 1), (8, 1), (8, 8)))
+FAST = tuple(FrontLoad(streams, *sizes, 0.0) for streams in (1, 16, 64) for sizes in ((1, 1), (8, 1), (8, 8)))
 
 
 def processor_seconds(pid: int) -> float:
@@ -362,7 +362,7 @@ def processor_seconds(pid: int) -> float:
     return time.clock_gettime(~pid << 3 | 2)
 
 
-def turn(server: own_server.Server, shape: Shape, tokens: int) -> Turn:
+def turn(server: own_server.RunningServer, shape: FrontLoad, tokens: int) -> FrontTurn:
     """All streams at once. Counted is from when each has begun until one ends: no call is opened or ended meanwhile."""
     with FrameClient(server.address, time.monotonic) as client:
         streams = [client.streams[client.start(STREAM, request(tokens, shape.message))] for _ in range(shape.streams)]
@@ -378,10 +378,10 @@ def turn(server: own_server.Server, shape: Shape, tokens: int) -> Turn:
         if any(stream.status != 0 for stream in streams):
             raise RuntimeError("a stream did not end well")
         size = shape.streams * tokens / client.messages
-        return Turn(used / messages / size * 1e6, used / messages * 1e6, messages / took, size)
+        return FrontTurn(used / messages / size * 1e6, used / messages * 1e6, messages / took, size)
 
 
-def tokens_for(server: own_server.Server, shape: Shape, seconds: float) -> int:
+def tokens_for(server: own_server.RunningServer, shape: FrontLoad, seconds: float) -> int:
     """A stream's length that takes about so long."""
     if shape.pace:
         return int(seconds / shape.pace) * shape.step
@@ -389,7 +389,7 @@ def tokens_for(server: own_server.Server, shape: Shape, seconds: float) -> int:
     return max(1000 * shape.message, int(seconds * trial.rate * trial.size / shape.streams))
 
 
-def pairs(before: Path, shape: Shape, count: int, seconds: float) -> list[tuple[Turn, Turn]]:
+def pairs(before: Path, shape: FrontLoad, count: int, seconds: float) -> list[tuple[FrontTurn, FrontTurn]]:
     """The other tree's turn and this one's, of a fresh server each."""
     found = []
     with contextlib.ExitStack() as stack:
@@ -412,7 +412,7 @@ def by_median(ratios: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ratios), statistics.pstdev(drawn)
 
 
-def summary(found: Sequence[tuple[Turn, Turn]]) -> dict[str, float]:
+def summary(found: Sequence[tuple[FrontTurn, FrontTurn]]) -> dict[str, float]:
     """Ratios with how sure they are, and this tree's own figures."""
     token, token_error = by_median([before.token / after.token for before, after in found])
     message, message_error = by_median([before.message / after.message for before, after in found])
@@ -465,7 +465,7 @@ def two_fronts_main() -> None:
     kinds = {"paced": PACED, "fast": FAST}
     shapes = [shape for kind in ([options.only] if options.only else kinds) for shape in kinds[kind]]
     shapes = [shape for shape in shapes if options.streams in (None, shape.streams)]
-    found: dict[str, list[tuple[Turn, Turn]]] = {shape.name: [] for shape in shapes}
+    found: dict[str, list[tuple[FrontTurn, FrontTurn]]] = {shape.name: [] for shape in shapes}
     for _ in range(options.rounds):
         for shape in shapes:
             found[shape.name] += pairs(options.before.resolve(), shape, options.pairs, options.seconds)

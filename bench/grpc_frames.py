@@ -23,7 +23,7 @@ _FIRST_WINDOW = 65_535  # bytes that a server takes before it says more
 
 
 @dataclass(slots=True)
-class Stream:
+class ReceivedStream:
     """What came on one RPC."""
 
     messages: int = 0
@@ -42,12 +42,12 @@ class FrameClient:
         now: Callable[[], float],
         *,
         stream_window: int = _WIDE,
-        on_message: Callable[[Stream, bytes], None] | None = None,
+        on_message: Callable[[ReceivedStream, bytes], None] | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host.strip("[]"), int(port)))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, ReceivedStream] = {}
         self.messages = 0
         self.ended = 0
         self.last_stream: int | None = None  # that the server says it will answer, once it has said GOAWAY
@@ -72,7 +72,7 @@ class FrameClient:
         """One request's stream id, and what is to be sent of it before anything that is prepared or started later."""
         stream_id = self._next_id
         self._next_id += 2
-        self.streams[stream_id] = Stream()
+        self.streams[stream_id] = ReceivedStream()
         headers = [
             (":method", "POST"),
             (":scheme", "http"),
@@ -146,7 +146,7 @@ class FrameClient:
         elif kind == PING and not flags & ACK:
             self.socket.sendall(frame(PING, ACK, 0, data[start:end]))
 
-    def _messages(self, stream: Stream, payload: bytes) -> None:
+    def _messages(self, stream: ReceivedStream, payload: bytes) -> None:
         """A DATA frame that holds several messages, or parts of some."""
         data = stream._rest + payload if stream._rest else payload
         at, size = 0, len(data)
@@ -160,18 +160,18 @@ class FrameClient:
             at = end
         stream._rest = data[at:]
 
-    def _count(self, stream: Stream) -> None:
+    def _count(self, stream: ReceivedStream) -> None:
         if stream.first_at is None:
             stream.first_at = self._now()
         stream.messages += 1
         self.messages += 1
 
-    def _headers(self, stream: Stream, headers: Iterable[tuple[str | bytes, str | bytes]], last: bool) -> None:
+    def _headers(self, stream: ReceivedStream, headers: Iterable[tuple[str | bytes, str | bytes]], last: bool) -> None:
         stream.headers.update((str(name), str(value)) for name, value in headers)
         if last:
             self._end(stream, int(stream.headers.get("grpc-status", "2")))
 
-    def _end(self, stream: Stream, status: int) -> None:
+    def _end(self, stream: ReceivedStream, status: int) -> None:
         if stream.status is None:
             stream.status = status
             self.ended += 1

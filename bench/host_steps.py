@@ -76,7 +76,7 @@ class Waits:
         self.seconds = 0.0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """Patches `Patience.wait` within the block, so that each wait is counted and lasts at least `_WAIT` seconds."""
         waits, own = self, Patience.wait
 
@@ -99,7 +99,7 @@ def measure(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Host
     scheduler, keys, waits = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Waits()
     seen: list[tuple[float, int, int, float]] = []  # host seconds, tokens, waits, seconds of the waits
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
-    with waits.watched():
+    with waits.counted():
         for _ in range(_MOST * (_WARM + steps)):
             while scheduler.live < rows:
                 scheduler.admit(asked(next(keys), tuple(range(3, 3 + _PROMPT)), tokens))
@@ -267,7 +267,7 @@ class InstantBatches:
         raise EngineFailed("nothing is under way")
 
 
-class FewRows:
+class SimulatedGraphDecode:
     """Claims the rows that the `graph_decode` executor would claim."""
 
     def __init__(self, sequences: SequenceTable, limits: Limits) -> None:
@@ -325,7 +325,7 @@ class InstantRunner:
             max_tokens_per_row=LIMITS.max_tokens_per_row,
         )
         self.pages = max_sequences * -(-max_context // PAGE_SIZE)
-        few, many = FewRows(self._sequences, self.limits), ManyRows(self._sequences, self.limits)
+        few, many = SimulatedGraphDecode(self._sequences, self.limits), ManyRows(self._sequences, self.limits)
         self._sharing = Sharing((few, many, Prompts()))
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -386,7 +386,7 @@ def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class StepMicroseconds:
     """Microseconds of each step: the planner, the runner, and what is made of its results."""
 
     plan: list[float]
@@ -394,9 +394,9 @@ class Parts:
     commit: list[float]
 
 
-def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Parts:
+def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> StepMicroseconds:
     """Steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
-    scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Parts([], [], [])
+    scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), StepMicroseconds([], [], [])
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
     for _ in range(_MOST * (_WARM + steps)):
         while scheduler.live < rows:
@@ -414,7 +414,7 @@ def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Par
                 held.append((after - before) * 1e6)
         if len(found.run) == _WARM + steps:
             break
-    return Parts(*(held[_WARM:] for held in (found.plan, found.run, found.commit)))
+    return StepMicroseconds(*(held[_WARM:] for held in (found.plan, found.run, found.commit)))
 
 
 def operations(run: Callable[[], object], device: str, most: int = 12) -> list[tuple[str, float, float]]:

@@ -152,7 +152,7 @@ class Timing:
     roofline: float
 
 
-class Bench:
+class KernelBench:
     """One model in one format, on one GPU."""
 
     def __init__(
@@ -293,7 +293,7 @@ def main() -> int:
     most = max(given.context) + STEPS + 16
     pages = -(-most // 16) * max(given.batch)
     weights = random_weights(SPECS[given.model], FORMATS[given.format], pages, most)
-    bench = Bench(library, launcher, weights, pages, given.bandwidth)
+    bench = KernelBench(library, launcher, weights, pages, given.bandwidth)
     rows = []
     for context in given.context:
         base = ChainPlan(bench.multiprocessors, longest=context + STEPS)
@@ -371,7 +371,7 @@ def divisions(case: Case, tokens: int, gpu: GpuShape) -> Iterator[few.Division]:
             yield how
 
 
-class Chain:
+class ProductCase:
     """A case for so many tokens, with random numbers."""
 
     def __init__(self, case: Case, tokens: int, library: KernelLibrary, launcher: Launcher) -> None:
@@ -433,7 +433,7 @@ def measure(case: Case, tokens: int, library: KernelLibrary, launcher: Launcher,
     """Returns one record of a result file."""
     chosen = few.divide(tokens, case.rows, case.columns, library.gpu, gated=case.gated)
     tried = list(divisions(case, tokens, library.gpu)) if every else [] if chosen is None else [chosen]
-    chain = Chain(case, tokens, library, launcher)
+    chain = ProductCase(case, tokens, library, launcher)
     theirs = chain.library_us()
     own = sorted(((chain.own_us(how), how) for how in tried), key=lambda one: one[0])
     print(f"{case.name:22} {tokens:4} tokens: the library's {theirs:6.2f} µs", flush=True)

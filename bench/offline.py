@@ -51,7 +51,7 @@ SAMPLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class OfflineOutcome:
     """Of one workload."""
 
     output_tokens_per_second: float
@@ -64,7 +64,7 @@ class Outcome:
 
 def run(
     runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY, beside: Work | None = None
-) -> Outcome:
+) -> OfflineOutcome:
     """All of `work` at once, to their ends. Of `beside`, one comes for every `_APART` tokens of the first of `work`,
     once those before it have their first tokens; first tokens are then those of `beside`."""
     info, generator = runner.info, random.Random(len(work))
@@ -95,7 +95,7 @@ def run(
             admit(*waiting.popleft())
     seconds = time.monotonic() - began
     counted = [took for key, took in first.items() if beside is None or key >= len(work)]
-    return Outcome(
+    return OfflineOutcome(
         output_tokens_per_second=round(count / seconds, 1),
         requests_per_second=round(len(came) / seconds, 2),
         ttft_ms_p95=round(quantile(counted, 0.95) * 1e3, 1),
@@ -149,9 +149,9 @@ def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, 
         return found
 
     runner.run(plan())
-    watched, began = plan(), time.monotonic()
+    first_plan, began = plan(), time.monotonic()
     with watch(activities=[ProfilerActivity.CUDA]) as found:
-        runner.run(watched)
+        runner.run(first_plan)
         torch.cuda.synchronize()
     return kernels(found, f"wall a pass of {_PASS} tokens, watched", time.monotonic() - began, _PASSES)
 
@@ -201,7 +201,7 @@ def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
     return [(_BESIDE, (_OTHERS + 1) * _APART)] * int(streams), [(_BESIDE, 2)] * _OTHERS
 
 
-def record(given: argparse.Namespace, name: str, found: Outcome) -> dict[str, object]:
+def record(given: argparse.Namespace, name: str, found: OfflineOutcome) -> dict[str, object]:
     """As kept in bench/results."""
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     return {**about, "path": "offline", "workload": name, **asdict(found)}
@@ -320,7 +320,7 @@ TIMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
+class Predicted:
     """Holds the predicted figures of one workload."""
 
     tokens_per_second: float
@@ -330,7 +330,7 @@ class Foretold:
     steps: int
 
 
-def foretell(times: StepTimes, work: Work, budget: int, most_rows: int, target: float | None = None) -> Foretold:
+def predict(times: StepTimes, work: Work, budget: int, most_rows: int, target: float | None = None) -> Predicted:
     """All requests at once, with pages for all of them; `target` in ms."""
     pages = sum(-(-(prompt + tokens + 16) // PAGE_SIZE) for prompt, tokens in work)
     limits = Limits(
@@ -355,7 +355,7 @@ def foretell(times: StepTimes, work: Work, budget: int, most_rows: int, target: 
             last[event.key] = now
             count += 1
     starts = sorted(first.values())
-    return Foretold(
+    return Predicted(
         tokens_per_second=count / now,
         requests_per_second=len(work) / now,
         first_ms_p95=starts[int(len(starts) * 0.95) - 1] * 1e3,
@@ -371,16 +371,16 @@ def _taken(times: StepTimes, plan: StepPlan) -> float:
     return times.step(len(decoded), sum(decoded)) + times.prompt(fed)
 
 
-def foretold_main(argv: Sequence[str] | None = None) -> int:
+def predict_main(argv: Sequence[str] | None = None) -> int:
     """What a workload of `bench.offline` would take, from what steps were measured to take: the real scheduler over a
     device that only counts. For choices of the scheduler that would otherwise need a GPU each.
 
-        python -m bench.offline foretold --workloads n256 mixed256 short1024 --budgets 2048 8192 32768 --rows 256 512
+        python -m bench.offline predict --workloads n256 mixed256 short1024 --budgets 2048 8192 32768 --rows 256 512
 
     A step's time is its rows' (products, head, norms: by their number; attention: by the bytes of their contexts) and
     its prompts' (passes of 2,048 tokens, one after the other, with their share of attention).
     """
-    parser = argparse.ArgumentParser(description=summary(foretold_main))
+    parser = argparse.ArgumentParser(description=summary(predict_main))
     parser.add_argument("--models", nargs="+", choices=TIMES, default=list(TIMES))
     parser.add_argument("--workloads", nargs="+", default=["n64", "n256", "mixed256", "short1024"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[2048, 4096, 32768], help="prompt tokens a step")
@@ -392,7 +392,7 @@ def foretold_main(argv: Sequence[str] | None = None) -> int:
             for rows in given.rows:
                 for budget in given.budgets:
                     for target in given.targets or [None]:
-                        found = foretell(TIMES[model], workload(name, 128, 128), budget, rows, target)
+                        found = predict(TIMES[model], workload(name, 128, 128), budget, rows, target)
                         print(
                             f"{model:30} {name:>10} rows {rows:4} budget {budget:6}"
                             f"{'' if target is None else f' target {target:5.1f}'}"
@@ -405,4 +405,4 @@ def foretold_main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_one_of(main, foretold=foretold_main))
+    sys.exit(run_one_of(main, predicted=predict_main))

@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from bench.grpc_frames import FrameClient, Stream
-from bench.pace import Answer
+from bench.grpc_frames import FrameClient, ReceivedStream
+from bench.pace import PacedAnswer
 from engine.api import SamplingParams
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
@@ -43,7 +43,7 @@ def with_tokenizer(model: Path, target: Path) -> Path:
     return target
 
 
-class Server:
+class RunningServer:
     """A server that runs, and its processes."""
 
     metadata: tuple[tuple[str, str], ...] = ()  # no token is needed
@@ -80,7 +80,7 @@ class Remote:
 
 
 @contextmanager
-def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
+def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[RunningServer]:
     """A server on free ports, until the context ends; of another tree than this one, where that is given."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
@@ -89,7 +89,7 @@ def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree) as process:
         try:
             address, admin = _addresses(process)
-            yield Server(address, process.pid, time.monotonic() - began, admin)
+            yield RunningServer(address, process.pid, time.monotonic() - began, admin)
         finally:
             process.terminate()
             process.wait(20)
@@ -140,19 +140,19 @@ def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> byt
     return message.SerializeToString()
 
 
-def ask(running: Server | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> Answer:
+def ask(running: RunningServer | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> PacedAnswer:
     """One answer over a connection of its own."""
     payloads: list[tuple[float, bytes]] = []
     marks: list[float] = []
 
-    def on_message(stream: Stream, data: bytes) -> None:
+    def on_message(stream: ReceivedStream, data: bytes) -> None:
         payloads.append((time.monotonic(), data))  # decoded afterwards, out of the way
         if len(payloads) == 1:
             marks.append(running.cpu())
 
     message = request(prompt, tokens, sampling)
     with FrameClient(running.address, time.monotonic, on_message=on_message) as client:
-        answer = Answer(time.monotonic())
+        answer = PacedAnswer(time.monotonic())
         stream = client.streams[client.start(STREAM, message, running.metadata)]
         while client.ended < 1 and client.read():
             pass
@@ -162,6 +162,6 @@ def ask(running: Server | Remote, prompt: Sequence[int], tokens: int, sampling: 
         if count:
             answer.arrivals.append((at, count))
     if stream.status != 0 or answer.tokens != tokens:
-        said = stream.headers.get("grpc-message", "")
-        raise RuntimeError(f"status {stream.status} ({said}), {answer.tokens} of {tokens} tokens came")
+        reason = stream.headers.get("grpc-message", "")
+        raise RuntimeError(f"status {stream.status} ({reason}), {answer.tokens} of {tokens} tokens came")
     return answer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Answer:
+class PacedAnswer:
     """One answer as its reader saw it. Times are seconds on one clock."""
 
     started: float  # when it was asked for
@@ -60,7 +60,7 @@ def quantile(values: Items[float], share: float) -> float:
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
-def figures(answers: Items[Answer]) -> dict[str, float]:
+def figures(answers: Items[PacedAnswer]) -> dict[str, float]:
     """Of several answers to the same question."""
     rates = [one.rate for one in answers]
     gaps = [gap for one in answers for gap in one.gaps()]

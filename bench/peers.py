@@ -44,7 +44,7 @@ class Peer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PeerKind:
     """How a peer is found, loaded and installed. `open` gets the model, the most streams and the most tokens."""
 
     name: str
@@ -107,7 +107,7 @@ class Whippet:
         assert count == tokens * len(prompts)
 
 
-class Plain(Whippet):
+class PlainWhippet(Whippet):
     """The same without speculation, which no peer has on by itself."""
 
     drafts = False
@@ -279,16 +279,16 @@ def _llama(model: str, streams: int, tokens: int) -> Peer:
     return (LlamaServer if shutil.which("llama-server") else LlamaBinding)(model, streams, tokens)
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, PeerKind] = {
     one.name: one
     for one in (
-        Kind("whippet", "engine", "", Whippet),
-        Kind("whippet-without-drafts", "engine", "", Plain),
-        Kind("transformers", "transformers", "pip install transformers", Transformers),
-        Kind("vllm", "vllm", "pip install vllm, in an environment with the torch that it names", Vllm),
-        Kind("sglang", "sglang", "pip install 'sglang[all]'", Sglang),
-        Kind("nano-vllm", "nanovllm", "pip install git+https://github.com/GeeeekExplorer/nano-vllm", NanoVllm),
-        Kind(
+        PeerKind("whippet", "engine", "", Whippet),
+        PeerKind("whippet-without-drafts", "engine", "", PlainWhippet),
+        PeerKind("transformers", "transformers", "pip install transformers", Transformers),
+        PeerKind("vllm", "vllm", "pip install vllm, in an environment with the torch that it names", Vllm),
+        PeerKind("sglang", "sglang", "pip install 'sglang[all]'", Sglang),
+        PeerKind("nano-vllm", "nanovllm", "pip install git+https://github.com/GeeeekExplorer/nano-vllm", NanoVllm),
+        PeerKind(
             "llama.cpp",
             "llama_cpp",
             "put llama-server into the path, or pip install llama-cpp-python",
@@ -299,10 +299,10 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Process:
+class PeerProcess:
     """A peer in a process of its own."""
 
-    def __init__(self, kind: Kind, model: str, streams: int, tokens: int, vocabulary: int) -> None:
+    def __init__(self, kind: PeerKind, model: str, streams: int, tokens: int, vocabulary: int) -> None:
         words = [sys.executable, "-m", "bench.peers", "worker", kind.name, model]
         words += [str(number) for number in (streams, tokens, vocabulary)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -415,16 +415,16 @@ def command(argv: Sequence[str] | None = None) -> Result:
     return Result("peers", {**vars(given), "model": Path(given.model).name}, figures, samples)
 
 
-def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, Process]:
+def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, PeerProcess]:
     """All that are installed, loaded one after the other."""
-    running: dict[str, Process] = {}
+    running: dict[str, PeerProcess] = {}
     for name in given.peers:
         kind = KINDS[name]
         if why := kind.missing(given.model, given.gguf):
             absent[name] = why
             continue
         model = given.gguf if kind.gguf else given.model
-        process = Process(kind, model, max(given.streams), given.prompt + given.tokens, given.vocabulary)
+        process = PeerProcess(kind, model, max(given.streams), given.prompt + given.tokens, given.vocabulary)
         stack.callback(process.close)
         try:
             print(f"{name}: loaded in {process.take():.1f} s", flush=True)

@@ -84,7 +84,7 @@ class DevicePages:
         return Sequence(plain_request((*ids, 0)), [*ids, 0])
 
 
-class Engine:
+class PrefixEngine:
     """The engine's loop without its socket, in the state of a process that has just started."""
 
     def __init__(self, runner: ModelRunner, tier: BlockSettings | None, prefixes: bool = True) -> None:
@@ -148,8 +148,8 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
     for _ in range(rounds):
         shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
         runner = build(settings, _quiet)
-        first = Engine(runner, redis)
-        whole = Engine(runner, None, prefixes=False)
+        first = PrefixEngine(runner, redis)
+        whole = PrefixEngine(runner, None, prefixes=False)
         _warm(whole, rng, vocabulary)
         _warm(first, rng, vocabulary)
         asked = [(*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))) for _ in range(3)]
@@ -160,7 +160,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
         taken["device"].append(seconds)
         first.settle()
         first.close()
-        second = Engine(build(settings, _quiet), redis)
+        second = PrefixEngine(build(settings, _quiet), redis)
         _warm(second, rng, vocabulary)
         seconds, cached["redis, after a restart"], fetched = second.ask(asked[2])
         taken["redis, after a restart"].append(seconds)
@@ -186,7 +186,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
     }
 
 
-def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
+def _warm(engine: PrefixEngine, rng: random.Random, vocabulary: int) -> None:
     """Warms up with other prompts of the same lengths, so that no variant pays for first calls."""
     shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
     for _ in range(3):
@@ -194,17 +194,19 @@ def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
     engine.settle()
 
 
-def decisions(gate: dict[str, Any], told: Items[int]) -> list[dict[str, Any]]:
+def decisions(gate: dict[str, Any], rates: Items[int]) -> list[dict[str, Any]]:
     """The gate's decision for 512 tokens at the measured link, by prefill rate."""
     found = []
     for token_bytes in (gate["token_bytes"], LLAMA_8B):
-        for rate in (gate["prefill_tokens_per_second"], *told):
-            judge = FetchGate(token_bytes, 128)
-            judge.answered(gate["round_trip_seconds"] or 0.0)
-            judge.fetched(int(gate["link_bytes_per_second"]), 1.0 + (gate["round_trip_seconds"] or 0.0))
-            judge.computed(int(rate), 1.0)
-            said = judge.decide(SHARED)
-            found.append({"token_bytes": token_bytes, "prefill_tokens_per_second": round(rate), "fetch": said.fetch})
+        for rate in (gate["prefill_tokens_per_second"], *rates):
+            gate_of_rate = FetchGate(token_bytes, 128)
+            gate_of_rate.answered(gate["round_trip_seconds"] or 0.0)
+            gate_of_rate.fetched(int(gate["link_bytes_per_second"]), 1.0 + (gate["round_trip_seconds"] or 0.0))
+            gate_of_rate.computed(int(rate), 1.0)
+            decision = gate_of_rate.decide(SHARED)
+            found.append(
+                {"token_bytes": token_bytes, "prefill_tokens_per_second": round(rate), "fetch": decision.fetch}
+            )
     return found
 
 
@@ -246,7 +248,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
     parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
-    parser.add_argument("--told", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
+    parser.add_argument("--rates", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
     arguments = parser.parse_args()
     with shared() as redis:
         first = first_tokens(arguments.model, arguments.rounds, arguments.threads, redis)
@@ -257,7 +259,7 @@ def main() -> None:
         "settings": {"model": Path(arguments.model).name, "shared": SHARED, "question": QUESTION},
         "rounds": arguments.rounds,
         "first_token": first,
-        "gate": decisions(first["gate"], arguments.told),
+        "gate": decisions(first["gate"], arguments.rates),
         "trace": [] if arguments.trace is None else trace(arguments.trace),
     }
     report(line)

@@ -33,7 +33,7 @@ from cache.api import (
     ResponseSettings,
     SemanticCache,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
 )
 from cache.open.counters import Counters
 from cache.seal.context import CacheContext
@@ -234,7 +234,7 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
     taken: dict[str, list[float]] = {}
     for number, question in enumerate(questions):
         asked = _question(tuple(question.text.encode()))
-        turn = Turn(question=asked, context=b"", text=question.text, greedy=True, caller=str(number % CALLERS))
+        turn = SemanticTurn(question=asked, context=b"", text=question.text, greedy=True, caller=str(number % CALLERS))
         begun = time.perf_counter()
         found = await cache.lookup(turn, Allowance(PATIENT))
         _bucket(taken, embedder.tokens(question.text)).append(time.perf_counter() - begun)
@@ -313,7 +313,7 @@ def _summary(times: list[float]) -> tuple[int, float, float]:
     return len(ordered), ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-class PrefixIndex(Protocol):
+class ReplayIndex(Protocol):
     """Finds and keeps prefixes: `LruBlocks` here, the engine's own index in `bench.prefix`."""
 
     def match(self, blocks: Sequence[int]) -> int:
@@ -366,7 +366,7 @@ class PrefixReport:
         return (self.hits - self.shared_head) / rest if rest else 0.0
 
 
-def replay_prefix(requests: Sequence[TraceRequest], index: PrefixIndex) -> PrefixReport:
+def replay_prefix(requests: Sequence[TraceRequest], index: ReplayIndex) -> PrefixReport:
     """One request after the other: matched, then inserted."""
     heads = {request.blocks[0] for request in requests if request.blocks}
     hits = head_hits = blocks = 0

@@ -343,8 +343,8 @@ def svg(chart: Chart) -> str:
     for number, (place, name) in enumerate(zip(places, chart.across, strict=True)):
         low = 16 + 13 * (number % 2 if room < 120 else 0)
         most_letters = int(2 * room / 6 if room < 120 else room / 6)
-        shown = name if len(name) <= most_letters else name[: most_letters - 1] + "…"
-        found.append(f'<text x="{place:.1f}" y="{bottom + low}" text-anchor="middle">{_safe(shown)}</text>')
+        short = name if len(name) <= most_letters else name[: most_letters - 1] + "…"
+        found.append(f'<text x="{place:.1f}" y="{bottom + low}" text-anchor="middle">{_safe(short)}</text>')
     for number, (line, values) in enumerate(chart.lines.items()):
         draw = _bars if chart.bars else _line
         found += draw(chart, number, line, values, places, room, lambda v: bottom - (bottom - roof) * v / most)
@@ -416,13 +416,13 @@ def pictures(folder: Path, found: Sequence[Section]) -> list[Path]:
 def _plotted(axes: Any, chart: Chart) -> None:
     count = len(chart.lines)
     for number, (line, values) in enumerate(chart.lines.items()):
-        shown = [float("nan") if value is None else value for value in values]
+        heights = [float("nan") if value is None else value for value in values]
         if not chart.bars:
-            axes.plot(list(chart.across), shown, marker="o", label=line, color=_colour(number))
+            axes.plot(list(chart.across), heights, marker="o", label=line, color=_colour(number))
             continue
         wide = 0.8 / count
         places = [at + wide * (number - (count - 1) / 2) for at in range(len(chart.across))]
-        axes.bar(places, shown, wide, label=line, color=_colour(number))
+        axes.bar(places, heights, wide, label=line, color=_colour(number))
         axes.set_xticks(range(len(chart.across)), list(chart.across), rotation=15)
 
 

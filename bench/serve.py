@@ -24,11 +24,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from bench.own_server import Server, served_model, server, with_tokenizer
+from bench.own_server import RunningServer, served_model, server, with_tokenizer
 from bench.report import Chart, standalone
 from bench.result import Result, device, finish, revision
 from bench.serving.caller import Crew, crew, soon
-from bench.serving.jobs import Job, Outcome, Wish, outcome, shared_out, watched
+from bench.serving.jobs import LoadJob, LoadOutcome, LoadRequest, machine_counters, outcome, shared_out
 from bench.workloads import Source, append, counts, of_trace, of_workload, poisson, rates, read_prompts
 from engine.settings import LoadFormat
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -39,40 +39,40 @@ _PEAK = 3.0, 20.0  # seconds at least and at most in which the peak is looked fo
 
 
 @dataclass(slots=True)
-class Bench:
+class ServeBench:
     """A server and its callers."""
 
     crew: Crew
-    server: Server | None
+    server: RunningServer | None
     model: model_pb2.Model
     given: argparse.Namespace
     source: Source
     about: dict[str, object]  # of every record
-    found: list[tuple[str, Outcome]] = field(default_factory=list)
+    found: list[tuple[str, LoadOutcome]] = field(default_factory=list)
 
-    def job(self, wishes: list[Wish], streams: int, seconds: float | None = None, **fields: Any) -> Job:
+    def job(self, requests: list[LoadRequest], streams: int, seconds: float | None = None, **fields: Any) -> LoadJob:
         """That begins soon; with `seconds`, over and over until then."""
         begin = soon()
         vocabulary = self.model.limits.vocab_size
-        return Job(begin, wishes, streams, None if seconds is None else begin + seconds, vocabulary, **fields)
+        return LoadJob(begin, requests, streams, None if seconds is None else begin + seconds, vocabulary, **fields)
 
-    def once(self, wishes: list[Wish], streams: int) -> Outcome:
+    def once(self, requests: list[LoadRequest], streams: int) -> LoadOutcome:
         """Each request once, at most so many at a time; 0: each at its own time."""
-        with watched(self.server) as seen:
-            job = self.job(wishes, streams)
+        with machine_counters(self.server) as seen:
+            job = self.job(requests, streams)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen)
 
-    def closed(self, streams: int, seconds: float) -> Outcome:
+    def closed(self, streams: int, seconds: float) -> LoadOutcome:
         """So many streams, each asking again when it was answered."""
-        with watched(self.server) as seen:
+        with machine_counters(self.server) as seen:
             job = self.job(self.source.take(max(streams, len(self.source.read))), streams, seconds)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
 
-    def open(self, rate: float, seconds: float) -> Outcome:
+    def open(self, rate: float, seconds: float) -> LoadOutcome:
         """So many requests a second, whatever becomes of those before."""
-        with watched(self.server) as seen:
+        with machine_counters(self.server) as seen:
             job = self.job(poisson(rate, seconds, self.source, self.given.seed), 0)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
@@ -82,21 +82,21 @@ class Bench:
         """Of all loads so far, as a file keeps them."""
         return [{**self.about, "workload": load, **found.record()} for load, found in self.found]
 
-    def keep(self, name: str, found: Outcome, **extra: object) -> None:
+    def keep(self, name: str, found: LoadOutcome, **extra: object) -> None:
         """Says and keeps it, in the file at once: a run that is cut short leaves what it had."""
         found = replace(found, extra=extra)
         self.found.append((name, found))
         if self.given.append is not None:
             append(self.given.append, self.records[-1:])
         refused = f"  {found.refused} refused, p99 {found.refusal_ms['p99']:.1f} ms" if found.refused else ""
-        told = "".join(f"  {key} {value}" for key, value in extra.items())
+        suffix = "".join(f"  {key} {value}" for key, value in extra.items())
         print(
             f"{name:>12} {found.output_tokens_per_second:10.1f} tok/s {found.requests_per_second:8.2f} req/s"
             f"  first token p95 {found.ttft_ms.get('p95', 0):.1f} ms, a token p95 {found.tpot_ms.get('p95', 0):.2f} ms"
             f"  {found.tokens_a_message:.2f} a message  cores: front {found.front_cores}, relays {found.relay_cores},"
             f" callers {found.client_cores}"
             f"  GPU {found.gpu_percent} %  {found.errors} errors {found.errors_by_status or ''}{refused}"
-            f"  not ended once: {found.accepted_not_ended_once}{told}",
+            f"  not ended once: {found.accepted_not_ended_once}{suffix}",
             flush=True,
         )
 
@@ -105,25 +105,25 @@ def _window(seconds: float) -> tuple[float, float]:
     return min(_SETTLING, round(seconds / 5, 1)), seconds
 
 
-def workloads(bench: Bench) -> None:
+def workloads(bench: ServeBench) -> None:
     """Best of --rounds by rate; faults of any round count."""
     given = bench.given
     for name in given.workloads:
-        wishes = of_workload(name, given.prompt, given.tokens)
-        rounds = [bench.once(wishes, len(wishes)) for _ in range(given.rounds)]
+        requests = of_workload(name, given.prompt, given.tokens)
+        rounds = [bench.once(requests, len(requests)) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         wrong = sum(one.accepted_not_ended_once for one in rounds)
         bench.keep(name, replace(best, errors=sum(one.errors for one in rounds), accepted_not_ended_once=wrong))
 
 
-def trace(bench: Bench) -> None:
+def trace(bench: ServeBench) -> None:
     """At its own times, or --speed times as fast."""
     given = bench.given
-    wishes, long = of_trace(given.trace, given.speed, given.limit, bench.model.limits.max_context_tokens)
-    bench.keep(f"trace {given.trace.name}", bench.once(wishes, 0), speed=given.speed, too_long=long)
+    requests, long = of_trace(given.trace, given.speed, given.limit, bench.model.limits.max_context_tokens)
+    bench.keep(f"trace {given.trace.name}", bench.once(requests, 0), speed=given.speed, too_long=long)
 
 
-def overload(bench: Bench) -> None:
+def overload(bench: ServeBench) -> None:
     """So many times the peak, which is measured first with as many streams as run at once."""
     given, slots = bench.given, bench.model.limits.max_sequences
     peak = bench.closed(slots, min(max(_PEAK[0], given.seconds / 4), _PEAK[1]))
@@ -138,16 +138,16 @@ def overload(bench: Bench) -> None:
     bench.keep(f"overload{given.overload:g}", found, of_peak=round(share, 4))
 
 
-def interactive(bench: Bench) -> None:
+def interactive(bench: ServeBench) -> None:
     """One stream alone, then beside twice as many background streams as run at once, who began before it."""
     seconds, slots = bench.given.seconds, bench.model.limits.max_sequences
     ahead, window = _window(seconds)[0], _window(seconds)
     one = bench.source.take(1)
-    with watched(bench.server) as seen:
+    with machine_counters(bench.server) as seen:
         lonely = bench.job(one, 1, seconds, priority=pb.PRIORITY_INTERACTIVE)
         parts = bench.crew.together([lonely])
     alone = outcome(parts, lonely.begin, seen, window)
-    with watched(bench.server) as seen:
+    with machine_counters(bench.server) as seen:
         crowd = bench.job(bench.source.take(2 * slots), 2 * slots, ahead + seconds, priority=pb.PRIORITY_BACKGROUND)
         amid = msgspec.structs.replace(lonely, begin=crowd.begin + ahead, until=crowd.until)
         parts = bench.crew.together([amid, *shared_out(crowd, len(bench.crew) - 1)])
@@ -159,9 +159,9 @@ def interactive(bench: Bench) -> None:
 
 
 @contextmanager
-def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
+def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[ServeBench]:
     """The server that was named or one of ours, and callers that have called it."""
-    told: dict[str, object] = {"flags": flags} if flags else {}
+    suffix: dict[str, object] = {"flags": flags} if flags else {}
     with ExitStack() as stack:
         running = None
         if given.target is None:
@@ -181,7 +181,7 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
         callers.warm(model.limits.vocab_size)
         name = Path(given.model).name if given.model else model.name
         about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
-        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **told})
+        yield ServeBench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **suffix})
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -217,10 +217,10 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     return given, flags
 
 
-def plot(path: Path, title: str, found: Sequence[tuple[str, Outcome]]) -> None:
+def plot(path: Path, title: str, found: Sequence[tuple[str, LoadOutcome]]) -> None:
     """Rate, first token and pace over the loads."""
 
-    def lines(of: Callable[[Outcome], dict[str, float]]) -> dict[str, list[float | None]]:
+    def lines(of: Callable[[LoadOutcome], dict[str, float]]) -> dict[str, list[float | None]]:
         return {share: [of(one).get(share, 0.0) for _, one in found] for share in ("p50", "p95", "p99")}
 
     names = [name for name, _ in found]

@@ -83,7 +83,7 @@ def waits(on: list[float], off: list[float]) -> dict[str, Any]:
     }
 
 
-def told(one: dict[str, Any]) -> str:
+def line_of(one: dict[str, Any]) -> str:
     """A line of the table."""
     extra = {
         name: one[name] for name in ("predicted_ratio", "others_tpot_p95_us", "others_tpot_p95_ratio") if name in one
@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     records = []
     for one in measured(given):
-        print(told(one), flush=True)
+        print(line_of(one), flush=True)
         records.append(about | one)
         if given.append is not None:
             append(given.append, records[-1:], NAMES)
@@ -158,8 +158,8 @@ def of_depths(
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         before = found.turns * sum(beginning(arm, one, k) for one in prompts)
         tables.append(table(arm, rounds))
-        foretold = [plain(found, rounds, each) / needed(found, k, before, each) for each in tables]
-        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(statistics.mean(foretold), 3)}
+        predicted = [plain(found, rounds, each) / needed(found, k, before, each) for each in tables]
+        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(statistics.mean(predicted), 3)}
 
 
 def beginning(arm: Arm, prompt: tuple[int, ...], k: int) -> float:
@@ -208,7 +208,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SpeculationRun:
     """Some streams at once, measured from when all have begun until the first ends."""
 
     tokens: int
@@ -272,7 +272,7 @@ class Arm:
             scheduler.commit(plan, self.runner.run(plan), 0.0)
         return found
 
-    def run(self, on: bool, asks: Sequence[Wanted]) -> Run:
+    def run(self, on: bool, asks: Sequence[Wanted]) -> SpeculationRun:
         """All to their ends."""
         self.runner.set_optimization("speculation", on)
         scheduler = self._begin(asks)
@@ -308,7 +308,7 @@ class Arm:
             found = {group - 1: count - read.get(group, 0) for group, count in self.rounds.read.items()}
             plain = sum(count for count, _ in steps) - sum(found.values())
             steps = [(plain, 0), *((count, drafted) for drafted, count in found.items())]
-        return Run(
+        return SpeculationRun(
             tokens,
             ended - began,
             tuple(steps),
@@ -322,8 +322,8 @@ class Arm:
 class Beside:
     """A draft's tokens a second and those without one; over runs in turns."""
 
-    on: tuple[Run, ...]
-    off: tuple[Run, ...]
+    on: tuple[SpeculationRun, ...]
+    off: tuple[SpeculationRun, ...]
     turns: int
 
     @property
@@ -331,7 +331,7 @@ class Beside:
         """All tokens over the median turn's seconds."""
         return self._rate(self.on), self._rate(self.off)
 
-    def _rate(self, runs: tuple[Run, ...]) -> float:
+    def _rate(self, runs: tuple[SpeculationRun, ...]) -> float:
         each = len(runs) // self.turns
         of_turns = [runs[at : at + each] for at in range(0, len(runs), each)]
         return statistics.median(
@@ -355,7 +355,7 @@ def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Besid
         for on in (True, False):
             arm.run(on, case)
     began, turns = time.monotonic(), 0
-    runs: dict[bool, list[Run]] = {True: [], False: []}
+    runs: dict[bool, list[SpeculationRun]] = {True: [], False: []}
     while not turns or time.monotonic() - began < seconds * turns / (turns + 1):
         for at, case in enumerate(cases):
             for on in (True, False) if (at + turns) % 2 else (False, True):
@@ -443,13 +443,13 @@ class Forced:
 
     def propose(self, wishes: Items[Wish]) -> list[Draft]:
         """What will come, but for the mistakes."""
-        return [tuple(map(self._said, self._rest(one.sequence)[: one.most])) for one in wishes]
+        return [tuple(map(self._spoiled, self._rest(one.sequence)[: one.most])) for one in wishes]
 
     def _rest(self, sequence: SequenceState) -> Items[int]:
         known = self._answers.get(tuple(sequence.token_ids[: sequence.prompt_length]), ())
         return known[sequence.output_length : sequence.output_length + self._depth]
 
-    def _said(self, token_id: int) -> int:
+    def _spoiled(self, token_id: int) -> int:
         return token_id if self._chance.random() < self._acceptance else token_id ^ 1
 
 

@@ -30,13 +30,13 @@ import grpc
 from bench import own_server
 from bench import result as about
 from bench.front import STREAM
-from bench.grpc_frames import FrameClient, Stream
+from bench.grpc_frames import FrameClient, ReceivedStream
 from bench.own_server import server, with_tokenizer
 from bench.pace import quantile
 from bench.result import Result, Samples, finish, run_one_of, summary
 from bench.serving.caller import message
-from bench.serving.jobs import Job, Wish
-from engine.ipc.frames import Progress, Ready, report_reader
+from bench.serving.jobs import LoadJob, LoadRequest
+from engine.ipc.frames import LoadProgress, Ready, report_reader
 from engine.launch import Begun
 from engine.settings import EngineSettings
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -62,7 +62,7 @@ def engine(settings: EngineSettings, cache: Path) -> dict[str, Any]:
     with ours:
         while decoder is None and select.select([ours], [], [], _LONGEST)[0]:
             for report in reader.feed(data) if (data := ours.recv(1 << 16)) else _gone():
-                if isinstance(report, Progress):
+                if isinstance(report, LoadProgress):
                     ends[report.stage] = round(time.monotonic() - began, 2)
                 elif isinstance(report, Ready):
                     ends["ready"] = round(time.monotonic() - began, 2)
@@ -109,8 +109,8 @@ def command(argv: Sequence[str] | None = None) -> Result:
             caches = Path(folder) / ("ahead" if kind == "ahead" else "kept")  # which the first start fills
             with _environment(**environment):
                 if flags.part != "server":
-                    found[f"engine {kind}"] = told = engine(settings, caches / "engine")
-                    print(f"engine {kind}: {told['compiled']} kernels, {told['ends']}", flush=True)
+                    found[f"engine {kind}"] = starts = engine(settings, caches / "engine")
+                    print(f"engine {kind}: {starts['compiled']} kernels, {starts['ends']}", flush=True)
                 if flags.part != "engine":
                     with server([f"--cache-dir={caches}/server", f"--model={served}", *asked]) as one:
                         found[f"server {kind}"] = {"ready": round(one.seconds, 2), "ttft_ms": first_tokens(one.address)}
@@ -166,22 +166,22 @@ _SPIN = 0.001  # seconds before a burst in which its caller no longer sleeps
 _WARM = 3  # bursts that do not count
 
 
-class Callers:
+class BurstCallers:
     """Connections that call a server together."""
 
     def __init__(self, address: str, count: int) -> None:
         self._clients = [FrameClient(address, time.monotonic) for _ in range(count)]
-        self._job = Job(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)
+        self._job = LoadJob(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)
         self._asked = 0
 
     def burst(self, count: int, prompt: int, tokens: int, gap: float) -> list[float]:
         """Milliseconds from each request to its first token, ascending. All are sent at once, `gap` seconds from now.
         Raises RuntimeError where one was not answered."""
         due = time.monotonic() + gap
-        prepared: list[tuple[FrameClient, Stream, bytes]] = []
+        prepared: list[tuple[FrameClient, ReceivedStream, bytes]] = []
         for client in self._clients[:count]:
             self._asked += 1
-            asked = message(Wish(self._asked, prompt, tokens), self._job).SerializeToString()
+            asked = message(LoadRequest(self._asked, prompt, tokens), self._job).SerializeToString()
             stream, data = client.prepare(STREAM, asked)
             prepared.append((client, client.streams[stream], data))
         time.sleep(max(0.0, due - time.monotonic() - _SPIN))
@@ -194,7 +194,7 @@ class Callers:
         self._read([(client, stream) for client, stream, _ in prepared])
         return sorted(1000 * ((stream.first_at or 0.0) - at) for (_, stream, _), at in zip(prepared, sent, strict=True))
 
-    def _read(self, calls: Sequence[tuple[FrameClient, Stream]]) -> None:
+    def _read(self, calls: Sequence[tuple[FrameClient, ReceivedStream]]) -> None:
         """To the end of all."""
         with selectors.DefaultSelector() as waiting:
             for client, _ in calls:
@@ -215,7 +215,10 @@ class Callers:
 def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) -> dict[int, list[list[float]]]:
     """By number of prompts, the first tokens of each burst. A server of its own."""
     found: dict[int, list[list[float]]] = {count: [] for count in given.together}
-    with own_server.server(flags, tree) as server, closing(Callers(server.address, max(given.together))) as callers:
+    with (
+        own_server.server(flags, tree) as server,
+        closing(BurstCallers(server.address, max(given.together))) as callers,
+    ):
         for number in range(_WARM + given.bursts):
             for count in given.together:
                 took = callers.burst(count, given.prompt, given.tokens, given.gap)

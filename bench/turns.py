@@ -23,7 +23,7 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundFigures:
     """Of one round. A step's time is the first quartile of its steps: what others on the machine add, they add to some
     steps only, while a change of the code adds to all."""
 
@@ -32,7 +32,9 @@ class Round:
     first_ms: float
 
 
-def round_of(scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int, rows: int, clock: Clock) -> Round:
+def round_of(
+    scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int, rows: int, clock: Clock
+) -> RoundFigures:
     """Runs what `admit` hands over, to its end. `clock` in seconds."""
     began = clock()
     admit()
@@ -52,10 +54,10 @@ def round_of(scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int
         raise RuntimeError(f"{count} of {rows * tokens} tokens came")
     whole = clock() - began
     quartile = statistics.quantiles(steps, n=4)[0] if len(steps) > 1 else steps[0]
-    return Round(round(quartile * 1e6, 3), round(count / whole, 2), round(first * 1e3, 3))
+    return RoundFigures(round(quartile * 1e6, 3), round(count / whole, 2), round(first * 1e3, 3))
 
 
-class Loop:
+class LocalModel:
     """A model in this process, and the requests of a round."""
 
     def __init__(
@@ -72,7 +74,7 @@ class Loop:
         gc.collect()
         gc.freeze()  # as an engine process does
 
-    def round(self, clock: Clock = time.perf_counter) -> Round:
+    def round(self, clock: Clock = time.perf_counter) -> RoundFigures:
         """One round, with prompts of its own."""
         scheduler = self.scheduler()
         return round_of(scheduler, self.runner, lambda: self.admit(scheduler), self._tokens, self._rows, clock)
@@ -121,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(argv)
-    loop = Loop(given.model, given.rows, given.tokens, given.load_format, given.threads)
+    loop = LocalModel(given.model, given.rows, given.tokens, given.load_format, given.threads)
     loop.round()
     print("ready", flush=True)
     for _ in sys.stdin:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.attention import with_copy
-from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, Spec, median_us, random_weights, timers
+from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, KernelBench, Spec, median_us, random_weights, timers
 from bench.result import device, revision, run_one_of, summary
 from engine.api import GREEDY, Stopping
 from engine.execution.graph_decode.pipeline import RowState
@@ -140,7 +140,7 @@ def row_state(state: SequenceState) -> RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class VerifyRun:
     """A text made in rounds."""
 
     tokens: int
@@ -151,11 +151,11 @@ class Run:
     same: int  # tokens until the first that is not the plain text's
 
 
-def run(device: CapturedRounds, text: Text, group: int) -> Run:
+def run(device: CapturedRounds, text: Text, group: int) -> VerifyRun:
     """The whole text, rounds launched ahead, the host reading along, until the first sequence has it."""
     table, states = text.begin()
     pipeline = RoundPipeline(device, table, text.most)
-    told: list[RoundTold] = []
+    verified: list[RoundTold] = []
     until = len(text.prompt) + TOKENS
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -164,14 +164,14 @@ def run(device: CapturedRounds, text: Text, group: int) -> Run:
         brought = pipeline.step(rows, group, [group - 1] * len(rows))
         for state in states:
             state.token_ids += brought[state.key].token_ids
-            told += brought[state.key].rounds
+            verified += brought[state.key].rounds
     seconds = time.perf_counter() - began
     torch.cuda.synchronize()
     made = [state.token_ids[len(text.prompt) :] for state in states]
     pairs = [(at, a, b) for ids in made for at, (a, b) in enumerate(zip(ids, text.plain, strict=False))]
     same = min((at for at, a, b in pairs if a != b), default=TOKENS)
-    proposed, accepted = sum(one.proposed for one in told), sum(one.accepted for one in told)
-    return Run(sum(map(len, made)), seconds, len(told) // len(states), proposed, accepted, same)
+    proposed, accepted = sum(one.proposed for one in verified), sum(one.accepted for one in verified)
+    return VerifyRun(sum(map(len, made)), seconds, len(verified) // len(states), proposed, accepted, same)
 
 
 def expected(chance: float, drafts: int) -> float:
@@ -357,8 +357,8 @@ def sampling_measure(
                     one.kernel.name: round(median_us(launcher, chain[: at + 1] * TIMES, TIMES), 2)
                     for at, one in enumerate(chain)
                 }
-                told = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
-                print(f"{batch:3} {kind:6} {name:38} µs up to {told}", flush=True)
+                times = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
+                print(f"{batch:3} {kind:6} {name:38} µs up to {times}", flush=True)
                 records.append({"batch": batch, "logits": kind, "row": name, "us_upto": upto})
     return records
 
@@ -391,7 +391,7 @@ def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: in
     """Microseconds of a step, by what its one row asks for."""
     longest = context + STEPS + 16
     weights = random_weights(SPECS[model], FORMATS["bf16"], -(-longest // 16), longest)
-    bench = Bench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
+    bench = KernelBench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
     plan = ChainPlan(bench.multiprocessors, longest=context + STEPS)
     found = {}
     for name, row in {"greedy": None, **ROWS}.items():

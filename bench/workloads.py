@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from bench.serving.jobs import Wish
+from bench.serving.jobs import LoadRequest
 
 Work = list[tuple[int, int]]  # of each request, tokens in and out
 # Of a record; two of the same are of one measurement. Flags are there where a server was started with any.
@@ -107,35 +107,35 @@ class Source:
 
     prompt: int
     tokens: int
-    read: tuple[Wish, ...] = ()
+    read: tuple[LoadRequest, ...] = ()
 
-    def take(self, count: int) -> list[Wish]:
+    def take(self, count: int) -> list[LoadRequest]:
         """Returns so many requests, numbered."""
         if not self.read:
-            return [Wish(number, self.prompt, self.tokens) for number in range(count)]
+            return [LoadRequest(number, self.prompt, self.tokens) for number in range(count)]
         return [msgspec.structs.replace(self.read[at % len(self.read)], number=at) for at in range(count)]
 
 
-def read_prompts(path: Path, tokens: int) -> tuple[Wish, ...]:
+def read_prompts(path: Path, tokens: int) -> tuple[LoadRequest, ...]:
     """A text a line, or an object with `text` and, if it wants, `max_tokens`. Raises ValueError."""
-    found: list[Wish] = []
+    found: list[LoadRequest] = []
     for line in path.read_text().splitlines():
         if line.strip():
-            said: Any = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
-            if not isinstance(said.get("text"), str):
+            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
+            if not isinstance(row.get("text"), str):
                 raise ValueError(f"{path}: a prompt has no text")
-            found.append(Wish(len(found), 0, int(said.get("max_tokens", tokens)), text=said["text"]))
+            found.append(LoadRequest(len(found), 0, int(row.get("max_tokens", tokens)), text=row["text"]))
     if not found:
         raise ValueError(f"{path}: no prompts")
     return tuple(found)
 
 
-def of_workload(name: str, prompt: int, tokens: int) -> list[Wish]:
+def of_workload(name: str, prompt: int, tokens: int) -> list[LoadRequest]:
     """Makes the requests of a workload, all of which begin at once."""
-    return [Wish(at, *sizes) for at, sizes in enumerate(workload(name, prompt, tokens))]
+    return [LoadRequest(at, *sizes) for at, sizes in enumerate(workload(name, prompt, tokens))]
 
 
-def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[Wish]:
+def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[LoadRequest]:
     """Arrivals that do not wait for each other, so many a second on average."""
     generator, at, times = random.Random(seed), 0.0, list[float]()
     while (at := at + generator.expovariate(rate)) < seconds:
@@ -143,15 +143,17 @@ def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[Wish
     return [msgspec.structs.replace(wish, at=at) for wish, at in zip(source.take(len(times)), times, strict=True)]
 
 
-def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[Wish], int]:
+def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[LoadRequest], int]:
     """A block trace at its own times, so many times as fast, and how many of its requests are too long for the model.
     Raises ValueError."""
-    requests = read_blocks(path)[:limit]
-    fit = [one for one in requests if one.answer and one.tokens + one.answer <= max_context]
+    trace = read_blocks(path)[:limit]
+    fit = [one for one in trace if one.answer and one.tokens + one.answer <= max_context]
     if not fit:
         raise ValueError(f"{path}: no request fits into {max_context} tokens")
-    wishes = [Wish(at, one.tokens, one.answer, one.at / speed, blocks=one.blocks) for at, one in enumerate(fit)]
-    return wishes, len(requests) - len(fit)
+    requests = [
+        LoadRequest(at, one.tokens, one.answer, one.at / speed, blocks=one.blocks) for at, one in enumerate(fit)
+    ]
+    return requests, len(trace) - len(fit)
 
 
 def rates(text: str) -> Sequence[float]:

@@ -31,14 +31,14 @@ class Begun:
             self._socket.close()
             raise
         self._taken = False
-        self.told = False
+        self.configured = False
 
     def tell(self, settings: EngineSettings) -> None:
         """What to load."""
         from engine.ipc.frames import configure
         from engine.ipc.framing import encode  # while the process starts
 
-        self.told = True
+        self.configured = True
         with contextlib.suppress(OSError):  # it has ended, which who takes it will see
             self._socket.sendall(encode(configure(settings)))
 

@@ -19,7 +19,7 @@ from quant.checkpoint.errors import CheckpointError
 from quant.checkpoint.named import FOLDER, misnamed
 from quant.claim import claimed
 from quant.errors import CannotQuantize
-from quant.progress import Progress, shown
+from quant.progress import Progress, progress_display
 
 USAGE = 2  # exit codes
 STOPPED = 130
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if model is not None and (refused := misnamed(model)):
             sys.stderr.write(f"{refused}\n")
             return USAGE
-    progress = shown()
+    progress = progress_display()
     try:
         with _interruptible(), claimed(given.out) if "out" in given else nullcontext():
             _check(given)
@@ -200,14 +200,16 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     _add_machine(make)
 
 
-def _add_evaluate(judge: argparse.ArgumentParser) -> None:
-    judge.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
-    judge.add_argument("--against", type=Path, metavar="BASE", help="compare with this one, of the same tokenizer")
-    judge.add_argument("--text", type=Path, required=True, metavar="FILE", help="what both models read, in UTF-8")
-    judge.add_argument("--windows", type=int, metavar="N", help="how many, spread over the text; default: all")
-    judge.add_argument("--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s")
-    judge.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_machine(judge)
+def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
+    evaluate.add_argument("--against", type=Path, metavar="BASE", help="compare with this one, of the same tokenizer")
+    evaluate.add_argument("--text", type=Path, required=True, metavar="FILE", help="what both models read, in UTF-8")
+    evaluate.add_argument("--windows", type=int, metavar="N", help="how many, spread over the text; default: all")
+    evaluate.add_argument(
+        "--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_machine(evaluate)
 
 
 def _add_machine(command: argparse.ArgumentParser) -> None:

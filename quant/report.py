@@ -16,7 +16,7 @@ NAME: Final = "quantization"  # of the two files
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantizeReport:
     """layers: one record a decoder layer, as the job kept them. bytes: of the weight files. plan: which linears have
     how many bits, where four are among them."""
 

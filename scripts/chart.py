@@ -154,25 +154,25 @@ def shape(value: Any, path: str = "") -> Schema:
 
 def schema(values: dict[str, Any]) -> str:
     """The text of values.schema.json."""
-    shown = shape(values)
-    shown["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
+    values_shape = shape(values)
+    values_shape["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
     title = "Values of the chart whippet"
-    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **shown}
+    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **values_shape}
     return json.dumps(whole, indent=2) + "\n"
 
 
 def table(text: str, values: dict[str, Any]) -> str:
     """The README's part, in the order of values.yaml. Every leaf has its comment, and every comment its leaf."""
-    defaults, lines, told = leaves(values), [], set()
+    defaults, lines, seen = leaves(values), [], set()
     for kind, name, words in re.findall(r"^ *## @(section|param) (\S+) ?(.*)$", text, re.MULTILINE):
         if kind == "section":
             lines += ["", f"### {name} {words}".rstrip(), "", "| value | default | what |", "| --- | --- | --- |"]
             continue
-        told.add(name)
+        seen.add(name)
         default = json.dumps(defaults.get(name)).replace("|", "\\|")
         lines.append(f"| `{name}` | `{default}` | {words} |")
-    if told != defaults.keys():
-        raise SystemExit(f"values.yaml: without a comment or without a value: {sorted(told ^ defaults.keys())}")
+    if seen != defaults.keys():
+        raise SystemExit(f"values.yaml: without a comment or without a value: {sorted(seen ^ defaults.keys())}")
     return "\n".join(lines).strip()
 
 

@@ -268,7 +268,7 @@ def speculation(results: Results, name: str) -> str:
         one = found.get((who, text))
         return "" if one is None else f"{fixed(one['ratio'], 2)} · {percent(one['acceptance'])} %"
 
-    rows = [(said, *(cell(who, text) for who in used)) for text, said in TEXTS.items()]
+    rows = [(label, *(cell(who, text) for who in used)) for text, label in TEXTS.items()]
     return table(["", *(PROPOSERS[who] for who in used)], rows)
 
 

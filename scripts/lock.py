@@ -45,10 +45,10 @@ def _uv(arguments: list[str], wanted: str = "") -> str:
 
 def _links() -> list[str]:
     """Where pip looks besides an index; uv does not read pip's configuration."""
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
     )
-    return [part for link in told.stdout.split() for part in ("--find-links", link)]
+    return [part for link in done.stdout.split() for part in ("--find-links", link)]
 
 
 def locked(target: str, *, exporting: bool) -> str:

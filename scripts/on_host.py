@@ -31,7 +31,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if _is_free(func):
             return func(*args, **kwargs)
-        call = _Call(self._device, self._fetch)
+        call = _HostOperation(self._device, self._fetch)
         here_args, here_kwargs = tree_map(call.here, list(args)), tree_map(call.here, kwargs)
         if not call.concerned:
             return func(*args, **kwargs)
@@ -43,7 +43,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         return tree_map(lambda one: self._there(one, call), made)
 
-    def _there(self, made: Any, call: _Call) -> Any:
+    def _there(self, made: Any, call: _HostOperation) -> Any:
         """A result as the caller wants it: one of its own tensors, or a new one on the device."""
         if not isinstance(made, torch.Tensor) or id(made) in call.given:
             return made
@@ -56,7 +56,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-class _Call:
+class _HostOperation:
     """One operation: which of its tensors are the device's, and their bytes here."""
 
     def __init__(self, device: str, fetch: Copy) -> None:

@@ -53,7 +53,7 @@ def read_glossary(root: Path) -> Glossary:
 def glossary_page(root: Path) -> str:
     """The whole page."""
     glossary = read_glossary(root)
-    terms = ([term.word, term.meaning, ", ".join(map(shown, term.code))] for term in glossary.terms)
+    terms = ([term.word, term.meaning, ", ".join(map(linked, term.code))] for term in glossary.terms)
     return "\n".join(
         [
             HEAD,
@@ -64,7 +64,7 @@ def glossary_page(root: Path) -> str:
     )
 
 
-def shown(place: str) -> str:
+def linked(place: str) -> str:
     """`NAME` in `PATH`, or the path alone."""
     path, _, name = place.partition(":")
     return f"`{name}` in `{path}`" if name else f"`{path}`"

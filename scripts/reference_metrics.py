@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scripts.cells import table
-from service.observability.metric_names import EVENTS, FAMILIES, Family
+from service.observability.metric_names import EVENTS, FAMILIES, MetricFamily
 
 HEAD = """# Metrics
 
@@ -65,12 +65,12 @@ def metrics_page() -> str:
     return f"{HEAD}\n{table(['metric', 'type', 'labels', 'meaning'], rows)}"
 
 
-def exported(name: str, family: Family) -> str:
+def exported(name: str, family: MetricFamily) -> str:
     """The name as Prometheus sees it, without the prefix."""
     return f"{name}_total" if family.kind == "counter" else name
 
 
-def labels(family: Family) -> str:
+def labels(family: MetricFamily) -> str:
     return ", ".join(f"`{name}`" for name in family.labels)
 
 

@@ -98,7 +98,7 @@ def spread(count: int, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SanitizerOutcome:
     """What a tool said of a file."""
 
     passed: list[str]
@@ -111,24 +111,26 @@ class Outcome:
         return bool(self.passed and self.summary) and not self.failed and not self.findings
 
 
-def outcome(tests: str, told: str) -> Outcome:
+def outcome(tests: str, output: str) -> SanitizerOutcome:
     """Of what pytest printed, and what the tool wrote."""
-    summaries = _SUMMARY.findall(told)
-    findings = Counter(one[:160] for one in _FINDING.findall(told))
-    return Outcome(_PASSED.findall(tests), _FAILED.findall(tests), findings, summaries[-1] if summaries else "")
+    summaries = _SUMMARY.findall(output)
+    findings = Counter(one[:160] for one in _FINDING.findall(output))
+    return SanitizerOutcome(
+        _PASSED.findall(tests), _FAILED.findall(tests), findings, summaries[-1] if summaries else ""
+    )
 
 
-def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
+def sanitize(tool: str, file: Path, given: argparse.Namespace) -> SanitizerOutcome:
     """One file under one tool. Past its time no further test begins; what then still runs is ended with all it started:
     the tool alone would leave the tests running."""
-    log, told = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
-    command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={told}", "--print-limit=20", *given.option]
+    log, output = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
+    command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={output}", "--print-limit=20", *given.option]
     # Ours have C names. torch's take most of the time, and are looked at elsewhere.
     command += ["--kernel-name-exclude=regex=^_Z"]
     # What libraries ask of the driver and are refused is their own affair.
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
     run(command, file, log, given)
-    return outcome(log.read_text(errors="replace"), told.read_text(errors="replace") if told.exists() else "")
+    return outcome(log.read_text(errors="replace"), output.read_text(errors="replace") if output.exists() else "")
 
 
 def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -> None:

@@ -21,12 +21,12 @@ def normal(name: str) -> str:
 
 def component(package: Distribution) -> dict[str, Any]:
     """A package and its licence, as far as it says one."""
-    told: Any = package.metadata  # an email.message.Message
-    name, version = normal(told["Name"]), package.version
+    metadata: Any = package.metadata  # an email.message.Message
+    name, version = normal(metadata["Name"]), package.version
     url = f"pkg:pypi/{name}@{quote(version)}"
     found: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-    expression = told.get("License-Expression")
-    plain = (told.get("License") or "").strip()
+    expression = metadata.get("License-Expression")
+    plain = (metadata.get("License") or "").strip()
     if expression:
         found["licenses"] = [{"expression": expression}]
     elif plain and "\n" not in plain:  # some put the whole text there

@@ -24,7 +24,7 @@ from service.core.operations.draining import Drain
 from service.core.operations.profiling import Profiler
 from service.core.operations.reloading import Reloader
 from service.core.parsing.formats import choose
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text import Tokenizer
 from service.core.text.archive import TokenizerArchive
 from service.core.text.sandbox.processes import TextProcesses
@@ -42,7 +42,7 @@ from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
 from service.transport.call.http2 import PortBounds
 from service.transport.call.inbox import SMALL, Inbox, InboxBounds
-from service.transport.call.rpc import Guard, Strangers
+from service.transport.call.rpc import Guard, UnknownMethods
 from service.transport.call.writer import StallWatch
 from service.transport.identity.identity import Identity, closed_console
 from service.transport.identity.tenants_file import quotas_of
@@ -66,7 +66,7 @@ def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ServerParts:
     """What starts and stops with the server."""
 
     identity: Identity
@@ -103,7 +103,7 @@ def build(
     processes: TextProcesses,
     refusals: Counter[str],
     begun: Begun,
-) -> Parts:
+) -> ServerParts:
     """Everything, bound and not yet started, but for the engine's first process, which was begun."""
     identity = Identity(settings)
     guard = identity.guard
@@ -134,7 +134,7 @@ def build(
     narrow = replace(SIDE_BOUNDS, spare=most.spare)
     ports = _Ports(health, observers, identity)
     relays = RelayOptions(settings.server.fronts, settings.server.hang_timeout, settings.log_level, settings.log.format)
-    return Parts(
+    return ServerParts(
         identity=identity,
         reloader=reloader,
         engine=engine,
@@ -211,7 +211,7 @@ class _Ports:
         handlers = [handler for one in services for handler in one.handlers]
         handlers.append(self._health.handlers(inbox, self._observers))
         handlers += reflection.handlers([*names, HEALTH], self._contract, inbox, self._observers)
-        return [*handlers, Strangers(inbox, self._observers)]
+        return [*handlers, UnknownMethods(inbox, self._observers)]
 
 
 def _tokenizer(settings: Settings) -> Tokenizer:
@@ -253,7 +253,7 @@ def _use_cases(
     quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
     admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
     model = ServedModel(settings.served_name, tokenizer, engine, processes, choose(settings.chat, tokenizer))
-    switches = Switches(settings.optimizations, engine, caches.unused)
+    switches = OptimizationSwitches(settings.optimizations, engine, caches.unused)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(
         engine=engine,

@@ -14,13 +14,13 @@ from datetime import datetime
 
 import msgspec
 
-from bench.own_server import Server, cpu_seconds
+from bench.own_server import RunningServer, cpu_seconds
 from bench.pace import quantile
 
 _STEP = math.log(1.01)  # between two borders of what is counted: quantiles are right to one per cent
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True):
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     """One request. Its prompt is `text`; without one, ids: of each of `blocks` 512, cut to `prompt`; without those,
     `prompt` ids that no other number has."""
 
@@ -32,11 +32,11 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[int, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True):
+class LoadJob(msgspec.Struct, frozen=True):
     """Requests for one process."""
 
     begin: float
-    wishes: list[Wish]
+    requests: list[LoadRequest]
     streams: int = 0  # at once; 0: each at its own time
     until: float | None = None  # with streams: the wishes again and again until this time; None: once
     vocabulary: int = 256
@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
     patience: float = 300.0  # seconds; who waits for longer was lost
 
 
-class Ended(msgspec.Struct, array_like=True):
+class EndedRequest(msgspec.Struct, array_like=True):
     """One request as its caller saw it."""
 
     due: float  # when it was to be asked: what waits in the caller counts against the server
@@ -73,10 +73,10 @@ class Ended(msgspec.Struct, array_like=True):
         return self.code != "OK" or self.finishes != 1 or self.late or self.tokens != self.wanted
 
 
-class Found(msgspec.Struct):
+class JobResult(msgspec.Struct):
     """Of one job."""
 
-    ended: list[Ended]
+    ended: list[EndedRequest]
     gaps: dict[int, int]  # between messages of a stream, by `bucket`
     tenths: dict[int, int]  # tokens that came in each tenth of a second after the beginning
     cpu: float  # seconds of processor time that this process used
@@ -106,25 +106,25 @@ def summed(parts: Iterable[dict[int, int]]) -> dict[int, int]:
     return total
 
 
-def shared_out(job: Job, processes: int) -> list[Job]:
+def shared_out(job: LoadJob, processes: int) -> list[LoadJob]:
     """The job cut for so many processes, streams and wishes evenly; fewer jobs where it has not enough streams."""
     parts = min(processes, job.streams) if job.streams else processes
     found = []
     for part in range(parts):
         streams = job.streams // parts + (part < job.streams % parts)
-        found.append(msgspec.structs.replace(job, wishes=job.wishes[part::parts], streams=streams))
-    return [one for one in found if one.wishes]
+        found.append(msgspec.structs.replace(job, requests=job.requests[part::parts], streams=streams))
+    return [one for one in found if one.requests]
 
 
-def ids_of(wish: Wish, vocabulary: int) -> Sequence[int]:
+def ids_of(request: LoadRequest, vocabulary: int) -> Sequence[int]:
     """Of its prompt. Never one of the first three, which models give a meaning."""
     room = vocabulary - 3
-    if not wish.blocks:
-        return [3 + (wish.number * 7919 + place * 104_729 + place * place) % room for place in range(wish.prompt)]
+    if not request.blocks:
+        return [3 + (request.number * 7919 + place * 104_729 + place * place) % room for place in range(request.prompt)]
     found: list[int] = []
-    for block in wish.blocks:
+    for block in request.blocks:
         found += [3 + (block * 7919 + place * 104_729) % room for place in range(512)]
-    return found[: wish.prompt]
+    return found[: request.prompt]
 
 
 REFUSED = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
@@ -139,7 +139,7 @@ _SMI = (
 
 
 @dataclass(slots=True)
-class Watched:
+class MachineCounters:
     """Counts what the machine did while a load ran."""
 
     front: float | None = None  # seconds of processor time that the front used; None where the server is not ours
@@ -150,9 +150,9 @@ class Watched:
 
 
 @contextmanager
-def watched(server: Server | None) -> Iterator[Watched]:
+def machine_counters(server: RunningServer | None) -> Iterator[MachineCounters]:
     """What is used within the block."""
-    found = Watched()
+    found = MachineCounters()
     before = (0.0, 0.0) if server is None else (cpu_seconds(server.pid), server.relays_cpu())
     sampler = _sampler()
     try:
@@ -166,10 +166,10 @@ def watched(server: Server | None) -> Iterator[Watched]:
             found.gpu = _samples(sampler.communicate()[0])
 
 
-def _samples(said: str) -> list[tuple[float, float]]:
+def _samples(text: str) -> list[tuple[float, float]]:
     """Of lines `2026/01/31 12:00:00.000, 97`."""
     found = []
-    for line in said.splitlines():
+    for line in text.splitlines():
         when, _, share = line.partition(",")
         if share.strip().isdigit():
             at = datetime.strptime(when.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
@@ -185,7 +185,7 @@ def _sampler() -> subprocess.Popen[str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadOutcome:
     """Rates are of `window` where there is one, else from the first request to the last token."""
 
     output_tokens_per_second: float
@@ -222,7 +222,9 @@ class Outcome:
         return found
 
 
-def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[float, float] | None = None) -> Outcome:
+def outcome(
+    parts: Sequence[JobResult], begin: float, seen: MachineCounters, window: tuple[float, float] | None = None
+) -> LoadOutcome:
     """Of all processes' shares of one load; `window` in seconds after its beginning."""
     ended = [one for part in parts for one in part.ended]
     well = [one for one in ended if one.code == "OK" and not one.wrong]
@@ -240,7 +242,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
     cpu = [part.cpu / busy for part in parts]
     gpu = [share for at, share in seen.gpu if begin <= at < begin + busy]
     messages = sum(one.messages for one in ended)
-    return Outcome(
+    return LoadOutcome(
         output_tokens_per_second=round(tokens / seconds, 1),
         requests_per_second=round(count / seconds, 2),
         seconds=round(seconds, 3),
@@ -263,7 +265,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
     )
 
 
-def _pace(one: Ended) -> float:
+def _pace(one: EndedRequest) -> float:
     return (one.last - one.first) / (one.tokens - 1)
 
 

@@ -29,9 +29,9 @@ from typing import Any
 import grpc
 
 from bench.redis_server import RedisServer, redis_server, write_keys
-from bench.soaking.callers import Callers, Metadata, bearer, oracle
-from bench.soaking.history import Verdict, verdict
-from bench.soaking.trouble import Sample, Trouble, Watch, write_quotas, write_tokens
+from bench.soaking.callers import Metadata, SoakCallers, bearer, oracle
+from bench.soaking.history import SoakVerdict, verdict
+from bench.soaking.trouble import MemoryWatch, Sample, Trouble, write_quotas, write_tokens
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -84,8 +84,8 @@ def serving(folder: Path, flags: Sequence[str]) -> Iterator[Soaked]:
 async def soak(server: Soaked, redis: RedisServer, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """The whole time. What it returns has the faults."""
     questions, alone = await oracle(server.data, TENANTS, PROMPTS)
-    callers = Callers(server.data, questions, TENANTS[-1], given.callers)
-    watch = Watch(server.process.pid)
+    callers = SoakCallers(server.data, questions, TENANTS[-1], given.callers)
+    watch = MemoryWatch(server.process.pid)
     async with grpc.aio.insecure_channel(server.admin) as channel:
         make: Any = AdminServiceStub  # generated, without types
         admin, who = make(channel), bearer(TENANTS[0])
@@ -125,13 +125,13 @@ async def soak(server: Soaked, redis: RedisServer, folder: Path, given: argparse
     }
 
 
-async def _until(moment: float, callers: Callers, trouble: Trouble) -> None:
+async def _until(moment: float, callers: SoakCallers, trouble: Trouble) -> None:
     while (left := moment - time.monotonic()) > 0:
         await asyncio.sleep(min(left, 30.0))
         print(f"{len(callers.events) // 2} requests, {sum(trouble.happened.values())} troubles", flush=True)
 
 
-async def _home(watch: Watch, before: Sample, admin: AdminServiceStub, who: Metadata) -> Sample:
+async def _home(watch: MemoryWatch, before: Sample, admin: AdminServiceStub, who: Metadata) -> Sample:
     """What is held once the engine is idle and no caller is there; the last look, if it is never little enough."""
     end = time.monotonic() + HOME
     while True:
@@ -152,7 +152,7 @@ def _left(before: Sample, after: Sample) -> list[str]:
     return found
 
 
-def _held(watch: Watch, measured: tuple[float, float], before: Sample, after: Sample) -> list[str]:
+def _held(watch: MemoryWatch, measured: tuple[float, float], before: Sample, after: Sample) -> list[str]:
     found = _left(before, after)
     sizes = {"front": after.front, "engine": after.engine}
     for (name, size), grown in zip(sizes.items(), watch.grown(*measured), strict=True):
@@ -161,7 +161,7 @@ def _held(watch: Watch, measured: tuple[float, float], before: Sample, after: Sa
     return found
 
 
-def _counted(server: Soaked, judged: Verdict, alone: int) -> list[str]:
+def _counted(server: Soaked, judged: SoakVerdict, alone: int) -> list[str]:
     """The server's own count of calls that ended well, against the callers': one more for each that the caller left at
     the very end. `alone`: those of the oracle."""
     with urllib.request.urlopen(server.metrics, timeout=20) as page:

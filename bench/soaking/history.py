@@ -27,7 +27,7 @@ PROMISED = frozenset({"unary", "stream", "slow", "guest", "leaves", "hurries"}) 
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class OracleQuestion:
     """A prompt of one tenant, and what the oracle says."""
 
     tenant: str
@@ -41,11 +41,11 @@ class Began:
 
     number: int
     kind: str
-    question: Question
+    question: OracleQuestion
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedCall:
     """Its call was over, as the caller saw it."""
 
     number: int
@@ -56,11 +56,11 @@ class Ended:
     entry: str = ""  # the cache entry that it came from
 
 
-Event = Began | Ended
+Event = Began | EndedCall
 
 
 @dataclass(slots=True)
-class Verdict:
+class SoakVerdict:
     """What is wrong, a sentence each, and how many requests there were by kind and code."""
 
     faults: list[str] = field(default_factory=list)
@@ -71,9 +71,9 @@ class Verdict:
         return self.ends.total()
 
 
-def verdict(events: Iterable[Event], questions: Sequence[Question]) -> Verdict:
+def verdict(events: Iterable[Event], questions: Sequence[OracleQuestion]) -> SoakVerdict:
     """Every request that began has ended once, in a way that is documented, and with no text but its own."""
-    found = Verdict()
+    found = SoakVerdict()
     owners = {question.answer: question for question in questions}
     began: dict[int, Began] = {}
     ended: set[int] = set()
@@ -96,7 +96,7 @@ def verdict(events: Iterable[Event], questions: Sequence[Question]) -> Verdict:
     return found
 
 
-def _form(asked: Began, event: Ended) -> Iterable[str]:
+def _form(asked: Began, event: EndedCall) -> Iterable[str]:
     if event.code not in CODES[asked.kind]:
         yield f"ended with {event.code}"
     if event.finishes > 1 or event.late:
@@ -105,7 +105,7 @@ def _form(asked: Began, event: Ended) -> Iterable[str]:
         yield "OK, and no message said that it was whole"
 
 
-def _text(asked: Began, event: Ended, owners: Mapping[str, Question]) -> Iterable[str]:
+def _text(asked: Began, event: EndedCall, owners: Mapping[str, OracleQuestion]) -> Iterable[str]:
     text = "".join(event.texts)
     if asked.kind not in PROMISED:
         if asked.kind == "stranger" and text:
@@ -120,6 +120,6 @@ def _text(asked: Began, event: Ended, owners: Mapping[str, Question]) -> Iterabl
         yield "cut off, and what came is not how its answer begins"
 
 
-def _entry(asked: Began, event: Ended, entries: dict[str, str]) -> Iterable[str]:
+def _entry(asked: Began, event: EndedCall, entries: dict[str, str]) -> Iterable[str]:
     if event.entry and entries.setdefault(event.entry, asked.question.tenant) != asked.question.tenant:
         yield f"served from an entry of {entries[event.entry]}"

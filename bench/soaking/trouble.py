@@ -210,7 +210,7 @@ def engine_of(pid: int) -> int | None:
 
 
 @dataclass(slots=True)
-class Watch:
+class MemoryWatch:
     """Looks once in a while."""
 
     pid: int

@@ -17,7 +17,7 @@ from cache.api import (
     Allowance,
     CachedCompletion,
     CacheKey,
-    Kind,
+    EntryKind,
     Question,
     ResponseSettings,
     StoreFault,
@@ -106,7 +106,7 @@ class ExactCache:
     def key(self, question: Question, epoch: bytes, max_tokens: int | None) -> CacheKey:
         """The name of an answer; `max_tokens` is None for those that stopped by themselves."""
         digest = entry_digest(self._partitions, question, max_tokens)
-        return CacheKey(Kind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
+        return CacheKey(EntryKind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
 
     async def _find(self, question: Question, within: float) -> CachedCompletion | None:
         deadline = time.monotonic() + within
@@ -128,7 +128,7 @@ class ExactCache:
         """The epoch in the store, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
-        keys = [CacheKey(Kind.RESPONSE, partition, digest) for digest in digests]
+        keys = [CacheKey(EntryKind.RESPONSE, partition, digest) for digest in digests]
         wanted = (self._partitions.epoch_key(question.tenant), *keys)
         read, *values = await self._store.get_many(wanted, within)
         standing = epoch_of(read)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
-from cache.store.redis_link import Link, NothingSentFault, ignored, reply_as
+from cache.api import CacheKey, EntryKind, SingleFlightSettings, StoreFault
+from cache.store.redis_link import NothingSentFault, RedisLink, ignored, reply_as
 
 TOKEN_BYTES = 16
 MESSAGES = 256  # read at once; each message is a list of its id and a list of a field and a value
@@ -41,13 +41,13 @@ class Lease:
     @property
     def stream(self) -> CacheKey:
         """Where its holder writes."""
-        return CacheKey(Kind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
+        return CacheKey(EntryKind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
 
 
 class Leases:
     """Takes, keeps and gives back leases, and carries the streams that belong to them. All raise StoreFault."""
 
-    def __init__(self, urgent: Link, patient: Link, settings: SingleFlightSettings) -> None:
+    def __init__(self, urgent: RedisLink, patient: RedisLink, settings: SingleFlightSettings) -> None:
         self._urgent = urgent
         self._patient = patient  # for reads that block; its budget is longer than BLOCK
         self._settings = settings
@@ -56,7 +56,7 @@ class Leases:
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
         """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds. Where no
         answer came in time it may have been taken all the same, and is given back."""
-        key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
+        key = CacheKey(EntryKind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
         try:

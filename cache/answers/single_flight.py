@@ -15,22 +15,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from cache.answers.resume import Skipper
-from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, Refused, Unfinished
+from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, LeaderRefused, Unfinished
 
 ATTEMPTS = 2  # a leader and one replacement
 
 
-class _Reader:
+class _SharedReader:
     """Reads a shared generation from its beginning; may come to lead it."""
 
     def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
         self.generate = generate
-        self.refusal: Refused | None = None
+        self.refusal: LeaderRefused | None = None
         self.at = 0  # parts read
         self.knows_begun = False
         self._shared = shared
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> _SharedReader:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, AnswerPart]:
@@ -47,12 +47,12 @@ class SharedGeneration:
         self.error: Exception | None = None  # for every reader, once it has read the log
         self._counter = counter
         self._readers = 0
-        self._candidates: list[_Reader] = []  # readers who have not led
-        self._leader: _Reader | None = None
+        self._candidates: list[_SharedReader] = []  # readers who have not led
+        self._leader: _SharedReader | None = None
         self._generation: Generation | None = None  # the leader's
         self._skipper: Skipper | None = None  # of a leader who took over
         self._failures: list[Exception] = []
-        self._refusal: Refused | None = None  # the latest
+        self._refusal: LeaderRefused | None = None  # the latest
         self._fetching = False
         self._waiting = 0  # readers who wait for another one's fetch
         self._news = asyncio.Event()
@@ -83,7 +83,7 @@ class SharedGeneration:
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """While there is one, the generation goes on."""
-        reader = _Reader(self, generate)
+        reader = _SharedReader(self, generate)
         self._readers += 1
         self._candidates.append(reader)
         try:
@@ -95,7 +95,7 @@ class SharedGeneration:
             if self._readers == 0:
                 self.close()
 
-    async def next(self, reader: _Reader) -> AnswerPart:
+    async def next(self, reader: _SharedReader) -> AnswerPart:
         """The reader's next part. One method for all cases, since every coroutine between a token and its reader costs.
         Raises StopAsyncIteration after the ending."""
         while (part := self._there(reader)) is None:
@@ -123,7 +123,7 @@ class SharedGeneration:
                     self._wake()
         return part
 
-    def _there(self, reader: _Reader) -> AnswerPart | None:
+    def _there(self, reader: _SharedReader) -> AnswerPart | None:
         if reader.at < len(self.log):
             reader.at += 1
             return self.log[reader.at - 1]
@@ -161,7 +161,7 @@ class SharedGeneration:
             self._generation = None
         if self.error is not None:
             return  # closed meanwhile
-        if isinstance(error, Refused):
+        if isinstance(error, LeaderRefused):
             self._refusal = error
             if self._leader is not None:
                 self._leader.refusal = error

@@ -67,7 +67,7 @@ class Unfinished(Exception):
     """A source ended before the answer did."""
 
 
-class Refused(Exception):
+class LeaderRefused(Exception):
     """The leader was refused admission. Its own reader gets this; the next reader becomes leader."""
 
     def __init__(self, reason: Exception) -> None:
@@ -130,7 +130,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SemanticTurn:
     """A question as the semantic cache sees it: the last user turn is compared by meaning, all else exactly."""
 
     question: Question

@@ -144,7 +144,7 @@ class RedisSettings:
             raise ValueError("redis-cert-file and redis-key-file go together")
         if self.cert_file is not None and not tls:
             raise ValueError("redis-cert-file needs a redis-url that begins with rediss://")
-        if self.watched is None and self.sentinel_password_file is not None:
+        if self.sentinel_servers is None and self.sentinel_password_file is not None:
             raise ValueError("redis-sentinel-password-file needs redis-sentinels")
 
     @property
@@ -153,7 +153,7 @@ class RedisSettings:
         return RedisUrl.parse(self.url)
 
     @property
-    def watched(self) -> Sentinels | None:
+    def sentinel_servers(self) -> Sentinels | None:
         """The sentinels, parsed."""
         return None if self.sentinels is None else Sentinels.parse(self.sentinels)
 
@@ -164,7 +164,7 @@ class RedisSettings:
 
     def sentinel_login(self) -> Login:
         """At the sentinels. Raises OSError."""
-        user = "" if self.watched is None else self.watched.user
+        user = "" if self.sentinel_servers is None else self.sentinel_servers.user
         secret = self.sentinel_password_file
         return Login(user, "" if secret is None else _secret(secret))
 

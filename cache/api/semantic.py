@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.api.answers import Allowance, CachedCompletion, Turn
+from cache.api.answers import Allowance, CachedCompletion, SemanticTurn
 from cache.api.stores import CacheKey
 
 
@@ -32,7 +32,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class AnswerCandidate:
     """A stored question near enough to be considered, with its answer."""
 
     entry: CacheKey
@@ -48,7 +48,7 @@ class SemanticLookup:
 
     verdict: Verdict
     served: CachedCompletion | None = None  # in mode `on` alone
-    candidate: Candidate | None = None  # what was served, or would be in mode `on`, or is to be learned from
+    candidate: AnswerCandidate | None = None  # what was served, or would be in mode `on`, or is to be learned from
     veto: str = ""  # the rule that vetoed the nearest
     audit: bool = False  # generate the answer behind the request as well, and hand it to `observe`
 
@@ -56,12 +56,12 @@ class SemanticLookup:
 class SemanticCache(Protocol):
     """Answers to questions that mean the same. Nothing here raises."""
 
-    def begin(self, turn: Turn) -> Callable[[], object]:
+    def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""
 
-    async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup: ...
+    async def lookup(self, turn: SemanticTurn, allowance: Allowance) -> SemanticLookup: ...
 
-    async def put(self, turn: Turn, completion: CachedCompletion) -> bool: ...
+    async def put(self, turn: SemanticTurn, completion: CachedCompletion) -> bool: ...
 
-    async def observe(self, turn: Turn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+    async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
         """Records whether the candidate's answer equals a freshly generated one of the turn."""

@@ -27,7 +27,7 @@ class BreakerState(enum.StrEnum):
     PROBING = "probing"  # one is sent, to see
 
 
-class Kind(enum.StrEnum):
+class EntryKind(enum.StrEnum):
     """Of an entry. The value is the first part of its name in the store."""
 
     RESPONSE = "r"
@@ -50,7 +50,7 @@ def is_name(text: str) -> bool:
 class CacheKey:
     """The name of one entry. Both parts are keyed digests, so that a name tells nothing about a prompt."""
 
-    kind: Kind
+    kind: EntryKind
     partition: str
     digest: str
 
@@ -95,7 +95,7 @@ class Store(Protocol):
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         """Returns how many of them existed."""
 
-    def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+    def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
         """Every live key of a partition that was there when the scan began, possibly more."""
 
     async def members(

@@ -13,7 +13,7 @@ from hashlib import sha256
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cache.api import BlockLayout, BlockRun, CacheKey, Counter, Kind
+from cache.api import BlockLayout, BlockRun, CacheKey, Counter, EntryKind
 from cache.seal.keyring import ID_BYTES, Keyring
 from cache.seal.partition import encode, mac
 
@@ -45,7 +45,7 @@ class RunCodec:
 
     def key(self, partition: str, run: BlockRun) -> CacheKey:
         """The name: keyed, since a bare hash of a prompt could be guessed."""
-        return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
+        return CacheKey(EntryKind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
         """Of the keys and values alone, without header, nonce and tag."""

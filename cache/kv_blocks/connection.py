@@ -30,13 +30,13 @@ _SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
 
 def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = None) -> RespConnection:
     """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
-    where, watched = settings.where, settings.watched
+    where, sentinels = settings.where, settings.sentinel_servers
     context = (tls or TlsFiles(settings)).context()
-    address = where.address if watched is None else _master(settings, watched.addresses, context, deadline)
+    address = where.address if sentinels is None else _master(settings, sentinels.addresses, context, deadline)
     link = RespConnection(address, context, deadline)
     try:
         link.log_in(settings.login(), deadline)
-        check_hello(_hello(link, deadline), watched is not None)
+        check_hello(_hello(link, deadline), sentinels is not None)
         if where.database:
             link.command(b"SELECT", b"%d" % where.database, deadline=deadline)
     except BaseException:

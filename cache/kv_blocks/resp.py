@@ -7,9 +7,17 @@ import ssl
 import time
 
 from cache.api import Address, Login
-from cache.store.redis_replies import HEADER, LINE, ErrorReply, Progress, ReplyReader, ReplyRefusedError, Shape
+from cache.store.redis_replies import (
+    HEADER,
+    LINE,
+    ErrorReply,
+    ReplyBounds,
+    ReplyProgress,
+    ReplyReader,
+    ReplyRefusedError,
+)
 
-SHORT = Shape()
+SHORT = ReplyBounds()
 HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to a value is copied once
 
 
@@ -58,7 +66,7 @@ class RespConnection:
                 head += bytes(word) + b"\r\n"
         self._socket.sendall(head)
 
-    def answer(self, deadline: float, shape: Shape = SHORT) -> object:
+    def answer(self, deadline: float, shape: ReplyBounds = SHORT) -> object:
         """Reads one reply: a status, number, small value or short list. Raises RespError on an error reply and on
         a reply that exceeds `shape`."""
         reader = ReplyReader()
@@ -66,8 +74,8 @@ class RespConnection:
         reader.feed(self._head)
         self._head = b""
         try:
-            while (progress := reader.advance(shape.elements)) is not Progress.WHOLE:
-                if progress is Progress.HUNGRY:
+            while (progress := reader.advance(shape.elements)) is not ReplyProgress.WHOLE:
+                if progress is ReplyProgress.HUNGRY:
                     reader.feed(self._more(deadline))
         except ReplyRefusedError as error:
             raise RespError(str(error)) from None
@@ -95,7 +103,7 @@ class RespConnection:
             raise RespError("a value without an end")
         return length
 
-    def command(self, *words: bytes | memoryview, deadline: float, shape: Shape = SHORT) -> object:
+    def command(self, *words: bytes | memoryview, deadline: float, shape: ReplyBounds = SHORT) -> object:
         self.send(*words, deadline=deadline)
         return self.answer(deadline, shape)
 

@@ -21,8 +21,8 @@ from cache.api import (
     CacheKey,
     CacheSettings,
     Counter,
+    EntryKind,
     Generate,
-    Kind,
     Mode,
     ModelIdentity,
     Question,
@@ -41,7 +41,7 @@ from cache.semantic.export import ExportFailed
 from cache.semantic.exporter import Exporter
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
-from cache.store.redis_link import Link
+from cache.store.redis_link import RedisLink
 from cache.store.redis_store import RedisStore
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class _Shared:
     """What exists only with Redis: single-flight between replicas, and its own connections."""
 
     cross_process: CrossProcess
-    link: Link
+    link: RedisLink
 
 
 class Caches:
@@ -147,18 +147,18 @@ class Caches:
         """Makes all of a tenant unreachable on every replica. Raises StoreFault, and has then flushed nothing."""
         await self._context.epochs.bump(tenant)
 
-    async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
+    async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
         """Deletes entries of some kinds, or the one of that id, and returns how many there were. Prefix blocks are not
         counted: they become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
-        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
-        if Kind.BLOCK in kinds:
+        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not EntryKind.BLOCK])
+        if EntryKind.BLOCK in kinds:
             await self._prefixes.bump(tenant)
-        if Kind.RESPONSE in kinds:
+        if EntryKind.RESPONSE in kinds:
             # A finished generation can still be joined for a moment, here and on other replicas.
             self._single_flight.forget_finished()
-            await self._delete(Kind.LEASE, partition, "")
+            await self._delete(EntryKind.LEASE, partition, "")
         return deleted
 
     def change(self, settings: CacheSettings) -> None:
@@ -193,7 +193,7 @@ class Caches:
             await self._semantic.aclose()
         await self._context.store.aclose()
 
-    async def _delete(self, kind: Kind, partition: str, entry_id: str) -> int:
+    async def _delete(self, kind: EntryKind, partition: str, entry_id: str) -> int:
         deleted = 0
         batch: list[CacheKey] = []
         async for key in self._context.store.scan(kind, partition):
@@ -246,5 +246,5 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
 def _share(
     redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: SingleFlightSettings, counter: Counter
 ) -> _Shared:
-    patient = Link(store.server, redis.write_budget, "flight", counter)
+    patient = RedisLink(store.server, redis.write_budget, "flight", counter)
     return _Shared(CrossProcess(Leases(store.link, patient, settings), envelope, settings, counter), patient)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 
-from cache.api import CacheKey, Kind, ModelIdentity, Parameter, Store, StoreFault
+from cache.api import CacheKey, EntryKind, ModelIdentity, Parameter, Store, StoreFault
 from cache.seal.keyring import Keyring
 
 SCHEMA = 1
@@ -73,7 +73,7 @@ class Partitions:
     def _epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
         """The entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
         name = mac(self._tenant_key(tenant), purpose).hex()
-        return CacheKey(Kind.EPOCH, name[:32], name[32:])
+        return CacheKey(EntryKind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
         """The second half of an entry's name."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from cache.api import CacheKey, Kind, StoreFault
+from cache.api import CacheKey, EntryKind, StoreFault
 from cache.seal.context import CacheContext
 from cache.semantic.embedder import Embedder, Vector
 from cache.semantic.entry import Stored, unpack_entry
@@ -162,7 +162,7 @@ class CandidateStore:
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]
         if missing:
-            keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest in missing]
+            keys = [CacheKey(EntryKind.SEMANTIC, index.directory.partition, digest) for digest in missing]
             left = None if within is None else within - (time.monotonic() - begun)
             values = await self._context.store.get_many(keys, left)
             vectors = {key.digest: self._vector(key, sealed) for key, sealed in zip(keys, values, strict=True)}

@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class SemanticEntry:
     """A question, its vector, and its answer."""
 
     text: str
@@ -23,20 +23,20 @@ class Entry:
     completion: CachedCompletion
 
 
-class _Raw(msgspec.Struct, array_like=True, frozen=True):
+class _RawEntry(msgspec.Struct, array_like=True, frozen=True):
     schema: int
     text: str
     vector: bytes  # two bytes a number
     completion: bytes
 
 
-_DECODER = msgspec.msgpack.Decoder(_Raw)
+_DECODER = msgspec.msgpack.Decoder(_RawEntry)
 
 
-def pack_entry(entry: Entry) -> bytes:
+def pack_entry(entry: SemanticEntry) -> bytes:
     """The stored value before it is sealed."""
     vector = entry.vector.astype(np.float16).tobytes()
-    return msgspec.msgpack.encode(_Raw(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
+    return msgspec.msgpack.encode(_RawEntry(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ CALLERS_A_DAY = 2  # the most new callers whose observations of one difference c
 TENANT_A_DAY = 1000  # the most right observations that count per tenant and day
 
 
-class _Raw(msgspec.Struct, array_like=True, frozen=True):
+class _RawEvidence(msgspec.Struct, array_like=True, frozen=True):
     schema: int
     wrong: int
     right: dict[bytes, int]
@@ -46,7 +46,7 @@ class _RawDay(msgspec.Struct, array_like=True, frozen=True):
     counted: int
 
 
-_DECODER = msgspec.msgpack.Decoder(_Raw)
+_DECODER = msgspec.msgpack.Decoder(_RawEvidence)
 _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 
@@ -91,7 +91,9 @@ class Evidence:
 
     def packed(self) -> bytes:
         """The stored value before it is sealed."""
-        return msgspec.msgpack.encode(_Raw(SCHEMA, self.wrong, self.right, self.first, self.last, self.today, self.new))
+        return msgspec.msgpack.encode(
+            _RawEvidence(SCHEMA, self.wrong, self.right, self.first, self.last, self.today, self.new)
+        )
 
 
 def unpack_evidence(data: bytes) -> Evidence | None:

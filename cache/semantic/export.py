@@ -41,7 +41,7 @@ from cache.semantic.native import LIBRARY, SOURCE, WEIGHTS, NotNative, compile_e
 from cache.semantic.source import REFERENCE
 
 if TYPE_CHECKING:
-    from cache.semantic.graph import Shape  # which needs onnx
+    from cache.semantic.graph import EncoderShape  # which needs onnx
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> Non
 
 
 def _for_onnxruntime(
-    raw: Path, making: _Making, shape: Shape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
+    raw: Path, making: _Making, shape: EncoderShape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
 ) -> None:
     """Tries full range first, unless the model is for other processors as well, then the seven bits that those without
     VNNI need in order not to overflow."""

@@ -66,13 +66,13 @@ class Exporter:
                 errors="replace",
                 start_new_session=True,  # what it starts ends with it
             )
-        said = self._wait(process).splitlines()
-        for line in said:
+        output = self._wait(process).splitlines()
+        for line in output:
             level, _, message = line.partition(" ")
             if level == "WARNING" and message.startswith("cache: "):
                 log.warning("%s", message)
         if process.returncode:
-            why = next((line.removeprefix(SAYS) for line in reversed(said) if line.startswith(SAYS)), None)
+            why = next((line.removeprefix(SAYS) for line in reversed(output) if line.startswith(SAYS)), None)
             raise ExportFailed(why or f"the process that exports it ended with {process.returncode}")
 
     def _wait(self, process: subprocess.Popen[str]) -> str:

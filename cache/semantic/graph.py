@@ -22,7 +22,7 @@ class NotExportable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class EncoderShape:
     """Sizes of the encoder."""
 
     layers: int
@@ -31,7 +31,7 @@ class Shape:
     epsilon: float
 
 
-def read_shape(described: Mapping[str, Any]) -> Shape:
+def read_shape(described: Mapping[str, Any]) -> EncoderShape:
     """Raises NotExportable."""
     config = described["config"]
     pooling = described["pooling"]
@@ -48,7 +48,7 @@ def read_shape(described: Mapping[str, Any]) -> Shape:
     ]
     if wrong:
         raise NotExportable(f"not a BERT sentence encoder with mean pooling: {', '.join(wrong)}")
-    return Shape(
+    return EncoderShape(
         layers=int(config["num_hidden_layers"]),
         heads=int(config["num_attention_heads"]),
         width=int(config["hidden_size"]),
@@ -60,7 +60,7 @@ def read_shape(described: Mapping[str, Any]) -> Shape:
 class _Builder:
     """Collects nodes and weights; every node has one output, named after its place."""
 
-    shape: Shape
+    shape: EncoderShape
     weights: Mapping[str, Array]
     nodes: list[NodeProto] = field(default_factory=list)
     constants: list[TensorProto] = field(default_factory=list)
@@ -123,11 +123,11 @@ class _Builder:
         words = self.node("Gather", self.constant(self.weights["embeddings.word_embeddings.weight"]), ids)
         kinds = self.weights["embeddings.token_type_embeddings.weight"][0]
         places = self.constant(self.weights["embeddings.position_embeddings.weight"] + kinds)
-        here = self.node("Slice", places, self.ints(0), self.node("Shape", ids), self.ints(0))
+        here = self.node("Slice", places, self.ints(0), self.node("EncoderShape", ids), self.ints(0))
         return self.norm(self.node("Add", words, here), "embeddings.LayerNorm")
 
 
-def build(shape: Shape, weights: Mapping[str, Array]) -> ModelProto:
+def build(shape: EncoderShape, weights: Mapping[str, Array]) -> ModelProto:
     """The graph in fp32."""
     builder = _Builder(shape, weights)
     x = builder.embeddings()

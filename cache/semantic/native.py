@@ -39,13 +39,13 @@ class NotNative(RuntimeError):
     """The encoder in C cannot be made for this machine or this model."""
 
 
-class _Linear(ctypes.Structure):
+class _EncoderLinear(ctypes.Structure):
     _fields_: ClassVar[Any] = [(part, ctypes.c_void_p) for part in LINEAR_PARTS]
 
 
-class _Layer(ctypes.Structure):
+class _EncoderLayer(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *((name, _Linear) for name in LINEARS),
+        *((name, _EncoderLinear) for name in LINEARS),
         *((part, ctypes.c_void_p) for part in NORM_PARTS),
     ]
 
@@ -165,7 +165,7 @@ class NativeEncoder:
         layers, heads = int(about["layers"]), int(about["heads"])
         self._words, self._width = self._tensors["words"].shape
         self._places = len(self._tensors["places"])
-        self._layers = (_Layer * layers)(*map(self._layer, range(layers)))
+        self._layers = (_EncoderLayer * layers)(*map(self._layer, range(layers)))
         self._encoder = _Encoder(
             *(layers, heads, self._width, self._tensors["0.up.bias"].size, float(about["epsilon"])),
             *map(self._at, WHOLE_PARTS),
@@ -193,9 +193,9 @@ class NativeEncoder:
     def _at(self, name: str) -> int:
         return int(self._tensors[name].ctypes.data)
 
-    def _layer(self, number: int) -> _Layer:
-        linears = [_Linear(*(self._at(f"{number}.{name}.{part}") for part in LINEAR_PARTS)) for name in LINEARS]
-        return _Layer(*linears, *(self._at(f"{number}.{part}") for part in NORM_PARTS))
+    def _layer(self, number: int) -> _EncoderLayer:
+        linears = [_EncoderLinear(*(self._at(f"{number}.{name}.{part}") for part in LINEAR_PARTS)) for name in LINEARS]
+        return _EncoderLayer(*linears, *(self._at(f"{number}.{part}") for part in NORM_PARTS))
 
 
 def _aligned(value: Array) -> Array:

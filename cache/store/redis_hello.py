@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 
 from cache.api import Address
-from cache.store.redis_replies import Shape
+from cache.store.redis_replies import ReplyBounds
 
 log = logging.getLogger(__name__)
 
-GREETING = Shape(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
+GREETING = ReplyBounds(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
 AGAIN = 3600.0  # seconds until the same is said again
 CLUSTER = (
     "redis-url names a Redis Cluster, which is not supported: nothing is cached there. "
@@ -39,7 +39,7 @@ class NotMasterError(Exception):
     """What sentinels named is no master, or not yet."""
 
 
-def check_hello(reply: object, watched: bool) -> None:
+def check_hello(reply: object, sentinels: bool) -> None:
     """Raises UnfitError and NotMasterError. `watched`: whether sentinels named the server."""
     words = [word for word in reply if isinstance(word, bytes)] if isinstance(reply, list) else []
     says = dict(list(itertools.pairwise(words))[::-1])  # the first of a name counts: modules come last
@@ -47,7 +47,7 @@ def check_hello(reply: object, watched: bool) -> None:
         raise UnfitError(CLUSTER)
     if says.get(b"mode") == b"sentinel":
         raise UnfitError(SENTINEL)
-    if watched and says.get(b"role") != b"master":
+    if sentinels and says.get(b"role") != b"master":
         raise NotMasterError
 
 
@@ -65,12 +65,12 @@ class Complaints:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def about(self, sentence: str) -> None:
         now = self._clock()
         with self._lock:
-            if now - self._said.get(sentence, -AGAIN) < AGAIN:
+            if now - self._logged_at.get(sentence, -AGAIN) < AGAIN:
                 return
-            self._said[sentence] = now
+            self._logged_at[sentence] = now
         log.error("cache: %s", sentence)

@@ -13,13 +13,13 @@ from redis.exceptions import ReadOnlyError, ResponseError
 
 from cache.api import BreakerState, Counter, StoreFault
 from cache.store.breaker import Breaker
-from cache.store.redis_open import Client, RedisServer, close
-from cache.store.redis_replies import HEADER, Shape
+from cache.store.redis_open import Client, RedisEndpoint, close
+from cache.store.redis_replies import HEADER, ReplyBounds
 
 T = TypeVar("T")
 Command = Callable[[Redis], Awaitable[object]]
 
-SHORT = Shape()  # of a reply with a status, a number or a short value
+SHORT = ReplyBounds()  # of a reply with a status, a number or a short value
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
 MEAN = 1 << 16  # bytes per value of a reply with more than two values; few values are as large as the largest
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
@@ -59,7 +59,7 @@ class Clients:
     has given up.
     """
 
-    def __init__(self, server: RedisServer, wait: float) -> None:
+    def __init__(self, server: RedisEndpoint, wait: float) -> None:
         self._server = server
         self._wait = max(wait, CONNECT)
         self._most = server.settings.connections
@@ -126,10 +126,10 @@ class Clients:
         return task
 
 
-class Link:
+class RedisLink:
     """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
 
-    def __init__(self, server: RedisServer, budget: float, name: str, counter: Counter) -> None:
+    def __init__(self, server: RedisEndpoint, budget: float, name: str, counter: Counter) -> None:
         self._server = server
         self._clients = Clients(server, budget)
         self._budget = budget
@@ -144,21 +144,21 @@ class Link:
         """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
-    def values(self, count: int, more: int = 0) -> Shape:
+    def values(self, count: int, more: int = 0) -> ReplyBounds:
         """Returns the bound of a reply with `count` values and `more` other elements. Two values may have the largest
         stored size; the bound grows by MEAN bytes for each value if there are more than two."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
-        return Shape(1 + count + more, most + HEADER * (1 + count + more))
+        return ReplyBounds(1 + count + more, most + HEADER * (1 + count + more))
 
     async def read(
-        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
         """Runs a command under the breaker of reads. Raises StoreFault, also if the reply is larger than `shape` or
         `parse` refuses it."""
         return await self._run(self._reads, command, parse, within, shape)
 
     async def write(
-        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
         """Runs a command under the breaker of writes. Raises StoreFault, also if the reply is larger than `shape` or
         `parse` refuses it."""
@@ -170,7 +170,7 @@ class Link:
         await self._clients.aclose()
 
     async def _run(
-        self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None, shape: Shape
+        self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None, shape: ReplyBounds
     ) -> T:
         budget = self._budget if within is None else min(within, self._budget)
         if self._closed or budget < STARVED:

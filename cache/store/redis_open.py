@@ -91,7 +91,7 @@ async def close(client: Client) -> None:
         await client.redis.aclose(close_connection_pool=True)
 
 
-class RedisServer:
+class RedisEndpoint:
     """Where the entries are. Opens clients for all links of a store. Sentinels are asked for the master when it is not
     known, or could not be used."""
 
@@ -149,8 +149,8 @@ class RedisServer:
     async def _find(self, wait: float) -> Address:
         """What the first sentinel says that knows. All are asked at once, since some may be gone or silent; nobody is
         cancelled, since a connection that is being made would be left open."""
-        login, watched = self.settings.sentinel_login(), self.settings.watched
-        asked = [] if watched is None else [self._ask(one, login, wait) for one in watched.addresses]
+        login, sentinels = self.settings.sentinel_login(), self.settings.sentinel_servers
+        asked = [] if sentinels is None else [self._ask(one, login, wait) for one in sentinels.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]
         self._asking.update(tasks)
         for task in tasks:

@@ -8,11 +8,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings, is_name
-from cache.store.redis_link import Command, Link, OddReply, ignored, of_another_type, reply_as
-from cache.store.redis_open import RedisServer
-from cache.store.redis_replies import HEADER, Shape
-from cache.store.writer import Write, WriteQueue
+from cache.api import (
+    DIRECTORY_MEMBERS,
+    BreakerState,
+    CacheKey,
+    Counter,
+    DirectoryPage,
+    EntryKind,
+    RedisSettings,
+    is_name,
+)
+from cache.store.redis_link import Command, OddReply, RedisLink, ignored, of_another_type, reply_as
+from cache.store.redis_open import RedisEndpoint
+from cache.store.redis_replies import HEADER, ReplyBounds
+from cache.store.writer import QueuedWrite, WriteQueue
 
 CLOSE_WITHIN = 1.0
 SCAN_COUNT = 256
@@ -54,10 +63,10 @@ class RedisStore:
         self._settings = settings
         self._members = members  # of a directory; the oldest goes first
         self._counter = counter
-        self.server = RedisServer(settings)
-        self._small = Link(self.server, settings.budget, "small", counter)
-        self._bulk = Link(self.server, settings.write_budget, "bulk", counter)
-        self._admin = Link(self.server, settings.admin_budget, "admin", counter)
+        self.server = RedisEndpoint(settings)
+        self._small = RedisLink(self.server, settings.budget, "small", counter)
+        self._bulk = RedisLink(self.server, settings.write_budget, "bulk", counter)
+        self._admin = RedisLink(self.server, settings.admin_budget, "admin", counter)
         self._queue = WriteQueue(self._flush, settings.queue_items, settings.queue_bytes, counter)
         self._random = random.Random()
 
@@ -72,7 +81,7 @@ class RedisStore:
         return self._queue.held
 
     @property
-    def link(self) -> Link:
+    def link(self) -> RedisLink:
         """For leases and streams of single-flight, which are small and urgent too."""
         return self._small
 
@@ -116,7 +125,7 @@ class RedisStore:
         return bool(await self._bulk.write(lambda client: client.eval(SWAP, *arguments), _number))
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        return self._queue.offer(Write(key, value, ttl, directory))
+        return self._queue.offer(QueuedWrite(key, value, ttl, directory))
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         if not keys:
@@ -124,7 +133,7 @@ class RedisStore:
         names = [key.name for key in keys]
         return await self._bulk.write(lambda client: client.unlink(*names), _number)
 
-    async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+    async def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
         """Walks the whole database: for administrators, not for requests. Leaves out names that are none of ours."""
         cursor = 0
         while True:
@@ -166,7 +175,7 @@ class RedisStore:
             await link.aclose()
         await self.server.aclose()
 
-    async def _flush(self, writes: Sequence[Write]) -> None:
+    async def _flush(self, writes: Sequence[QueuedWrite]) -> None:
         async def command(client: Redis) -> object:
             async with client.pipeline(transaction=False) as pipe:
                 for write in writes:
@@ -187,10 +196,10 @@ class RedisStore:
         return max(1, round(1000 * ttl * self._random.uniform(1 - share, 1 + share)))
 
 
-def _listing(count: int) -> Shape:
+def _listing(count: int) -> ReplyBounds:
     """Returns the bound of a reply with a list of `count` names and its surrounding elements. Names of other programs
     may be longer than ours."""
-    return Shape(4 + count, (1 << 16) + count * (NAME + HEADER))
+    return ReplyBounds(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
 def _number(reply: object) -> int:

@@ -13,7 +13,7 @@ BATCH = 32  # writes that go in one round trip
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class QueuedWrite:
     """One queued value."""
 
     key: CacheKey
@@ -26,13 +26,13 @@ class WriteQueue:
     """Takes a write at once or refuses it. A write that fails is counted and not repeated."""
 
     def __init__(
-        self, flush: Callable[[Sequence[Write]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
+        self, flush: Callable[[Sequence[QueuedWrite]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
     ) -> None:
         self._flush = flush
         self._items = items
         self._max_bytes = max_bytes
         self._counter = counter
-        self._queue: deque[Write] = deque()
+        self._queue: deque[QueuedWrite] = deque()
         self._bytes = 0
         self._task: asyncio.Task[None] | None = None
 
@@ -41,7 +41,7 @@ class WriteQueue:
         """Bytes queued or being written."""
         return self._bytes
 
-    def offer(self, write: Write) -> bool:
+    def offer(self, write: QueuedWrite) -> bool:
         """False where there is no room. Needs a running loop."""
         if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:
             self._counter.count("cache_write_dropped", write.key.kind.name.lower())

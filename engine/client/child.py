@@ -52,7 +52,7 @@ class Child(asyncio.Protocol):
             ours.close()
             await child.end(grace=0)
             raise
-        if not begun.told:
+        if not begun.configured:
             child.send(configure(settings))
         return child
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
-from engine.client.inbox import Stream
-from engine.client.profiles import Profiles
+from engine.client.inbox import InboxStream
+from engine.client.profiles import PendingProfiles
 from engine.client.streams import Streams
 from engine.client.supervisor import Backoff, Supervisor
 from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel
-from engine.ipc.frames import Profiled, Progress, SetLogLevel, Step, Switched, TurnedBack
+from engine.ipc.frames import LoadProgress, Profiled, SetLogLevel, StepEvents, Switched, TurnedBack
 from engine.ipc.step_mark import MarkedStep
 from engine.launch import Begun
 from engine.settings import EngineSettings, LogLevel
@@ -44,7 +44,7 @@ class EngineClient:
         self._folder, self._digest = settings.model, settings.model_digest
         self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
-        self._profiles = Profiles(self._supervisor.send)
+        self._profiles = PendingProfiles(self._supervisor.send)
         self._progress = on_progress
         self._info: ModelInfo | None = None
         self._replaced = False  # the model's files, by others
@@ -108,7 +108,7 @@ class EngineClient:
         folder was replaced."""
         await self._supervisor.ended()
 
-    def submit(self, request: GenerationRequest) -> Stream:
+    def submit(self, request: GenerationRequest) -> InboxStream:
         if self._info is None or self._supervisor.state is not EngineState.READY:
             raise self.unavailable()
         check(request, self._info)
@@ -174,9 +174,9 @@ class EngineClient:
     def on_death(self, step: MarkedStep | None) -> None:
         info = self._info
         if step is None or info is None:
-            self._streams.acquit()
+            self._streams.clear_crash()
         else:
-            self._streams.judge(step, info.lookahead_tokens + info.max_tokens_per_row, self.unavailable)
+            self._streams.attribute_crash(step, info.lookahead_tokens + info.max_tokens_per_row, self.unavailable)
 
     def on_late(self) -> None:
         self._streams.give_up(self.unavailable)
@@ -185,13 +185,13 @@ class EngineClient:
         self.on_lost()
         self._streams.fail(self.unavailable)
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: LoadProgress) -> None:
         if self._progress is not None:
             self._progress(progress.stage, progress.done, progress.total)
 
-    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
+    def on_report(self, report: StepEvents | Switched | TurnedBack | Profiled) -> None:
         match report:
-            case Step():  # first: each step has one
+            case StepEvents():  # first: each step has one
                 if report.load is not None:
                     self._load = report.load
                 self._streams.deliver(report.events, report.keys, report.ids)

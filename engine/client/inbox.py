@@ -38,10 +38,10 @@ class Owner(Protocol):
     def few(self) -> bool:
         """Whether all of them may be woken at once."""
 
-    def wake(self, inbox: Inbox) -> None:
+    def wake(self, inbox: StreamInbox) -> None:
         """Soon."""
 
-    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+    def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
 
 
@@ -53,7 +53,7 @@ def _size_of(event: Event) -> int:
     return 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
 
 
-class Inbox:
+class StreamInbox:
     """What came for one request. `held` is what the reader was given last and is presumably still at."""
 
     __slots__ = (
@@ -258,15 +258,15 @@ class Inbox:
             waiter.set_result(None)
 
 
-class Stream:
+class InboxStream:
     """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
 
     __slots__ = ("_inbox",)
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: StreamInbox) -> None:
         self._inbox = inbox
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> InboxStream:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, TokenEvents]:

@@ -13,7 +13,7 @@ _LONGEST_STEP = 10.0  # seconds; the answer comes after the step in which it is 
 _SPARE = 5.0  # seconds that the process goes on where nobody comes back
 
 
-class Profiles:
+class PendingProfiles:
     """Those that are under way."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.api import Finish, FinishReason, GenerationRequest, Priority
-from engine.client.inbox import Inbox, Send, Stream, exception_of
-from engine.client.suspects import Suspects
+from engine.client.crash_tracker import CrashTracker
+from engine.client.inbox import InboxStream, Send, StreamInbox, exception_of
 from engine.errors import EngineError, Quarantined
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import Cancel, Submit
@@ -33,33 +33,33 @@ class Streams:
         self.send = send
         self._cap = cap
         self._keys = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}  # that a process has
-        self._kept: dict[int, tuple[Inbox, asyncio.TimerHandle | None]] = {}  # that none has
-        self._lost: dict[int, Inbox] = {}  # that the last one had, until it is known how it died
-        self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
-        self._left: dict[int, Inbox] = {}  # and those before it
-        self._suspects = Suspects()
+        self._inboxes: dict[int, StreamInbox] = {}  # that a process has
+        self._kept: dict[int, tuple[StreamInbox, asyncio.TimerHandle | None]] = {}  # that none has
+        self._lost: dict[int, StreamInbox] = {}  # that the last one had, until it is known how it died
+        self._leaving: dict[int, StreamInbox] = {}  # cancelled since the last step, which may yet be at them
+        self._left: dict[int, StreamInbox] = {}  # and those before it
+        self._crashes = CrashTracker()
         self.few = True  # streams, when a step came last
         self._turn = 0  # of the event loop, modulo _TURNS; readers are woken in turn 0
         self._turning = False  # another turn will come
         self._woken = 0  # readers, in this turn
-        self._to_wake = deque[Inbox]()  # in later ones
-        self._to_wake_first = deque[Inbox]()  # before those: nothing was read of them yet, or somebody watches
+        self._to_wake = deque[StreamInbox]()  # in later ones
+        self._to_wake_first = deque[StreamInbox]()  # before those: nothing was read of them yet, or somebody watches
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
 
     @property
     def quarantines(self) -> int:
-        return self._suspects.quarantines
+        return self._crashes.quarantines
 
-    def open(self, request: GenerationRequest) -> Stream:
+    def open(self, request: GenerationRequest) -> InboxStream:
         """Hands the request to the engine. Raises Quarantined."""
-        solo = self._suspects.solo(request)
-        inbox = Inbox(next(self._keys), request, self, self._cap // request.siblings)
+        solo = self._crashes.solo(request)
+        inbox = StreamInbox(next(self._keys), request, self, self._cap // request.siblings)
         self.send(Submit(inbox.key, request, solo))
         self._inboxes[inbox.key] = inbox
-        return Stream(inbox)
+        return InboxStream(inbox)
 
     def deliver(self, events: list[Event], keys: Sequence[int] = (), ids: Sequence[int] = ()) -> None:
         """What a step brought: ids alone to those with the keys, then events. What is for streams that were cancelled
@@ -79,9 +79,9 @@ class Streams:
                 if not inbox.live:
                     del inboxes[event.key]
                     if event.finish is not None:
-                        self._suspects.ended(inbox.request)
+                        self._crashes.ended(inbox.request)
 
-    def wake(self, inbox: Inbox) -> None:
+    def wake(self, inbox: StreamInbox) -> None:
         """Soon: where there are many, few readers in every fourth turn of the event loop, since each writes a message,
         and whatever else there is to do, new calls above all, is done between those. Who has no token yet, or is
         watched, need not wait for such a turn. Where there are few streams nobody waits: turns, and what gRPC does in
@@ -109,7 +109,7 @@ class Streams:
         if self._turning:
             self.loop.call_soon(self._next_turn)
 
-    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+    def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self.send(Cancel(inbox.key))
@@ -136,21 +136,21 @@ class Streams:
             else:
                 self._keep(inbox)
 
-    def judge(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
+    def attribute_crash(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
         """It died of itself, and this is what it was at. Steps begin up to `ahead` tokens before those that came."""
         lost, self._lost = self._lost, {}
         named = [lost[key] for key in step.keys if key in lost]
         if step.alone:
             for inbox in named:
-                self._suspects.died_alone(inbox.request, inbox.made, ahead)
+                self._crashes.died_alone(inbox.request, inbox.made, ahead)
         else:
-            self._suspects.died_together([(inbox.request, inbox.made) for inbox in named], ahead)
+            self._crashes.died_together([(inbox.request, inbox.made) for inbox in named], ahead)
         for inbox in named if step.keys else lost.values():  # outside a step anyone may have to do with it
             inbox.deaths += 1
             if inbox.deaths == _MOST_DEATHS and self._keep_no_more(inbox):
                 inbox.end(error())
 
-    def acquit(self) -> None:
+    def clear_crash(self) -> None:
         """It did not die of anything that it was given."""
         self._lost = {}
 
@@ -161,7 +161,7 @@ class Streams:
             if timer is not None:
                 timer.cancel()
             try:
-                solo = self._suspects.solo(inbox.request)
+                solo = self._crashes.solo(inbox.request)
             except Quarantined as error:
                 inbox.end(error)
                 continue
@@ -176,7 +176,7 @@ class Streams:
             self._keep_no_more(inbox)
             inbox.end(error())
 
-    def _keep(self, inbox: Inbox) -> None:
+    def _keep(self, inbox: StreamInbox) -> None:
         request = inbox.request
         limits = [limit for limit in (request.deadline, request.expires_at) if limit is not None]
         timer = None
@@ -184,14 +184,14 @@ class Streams:
             timer = self.loop.call_later(max(0.0, min(limits) - time.monotonic()), self._expire, inbox)
         self._kept[inbox.key] = inbox, timer
 
-    def _keep_no_more(self, inbox: Inbox) -> bool:
+    def _keep_no_more(self, inbox: StreamInbox) -> bool:
         """Whether it was kept."""
         kept = self._kept.pop(inbox.key, None)
         if kept is not None and kept[1] is not None:
             kept[1].cancel()
         return kept is not None
 
-    def _expire(self, inbox: Inbox) -> None:
+    def _expire(self, inbox: StreamInbox) -> None:
         """Its time is up while no engine looks at it: it ends as the engine would end it."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()

@@ -17,14 +17,14 @@ from engine.client.child import Child, oom_kills
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
 from engine.ipc.frames import (
     Command,
-    Ping,
+    LoadProgress,
+    LoadRefused,
+    PingEngine,
     Pong,
     Profiled,
-    Progress,
     Ready,
-    Refused,
     Report,
-    Step,
+    StepEvents,
     Switched,
     TurnedBack,
 )
@@ -60,7 +60,7 @@ class Backoff:
         return whole * random.uniform(0.5, 1.0)
 
 
-class Listener(Protocol):
+class EngineListener(Protocol):
     """Who is told."""
 
     def on_ready(self, info: ModelInfo) -> None:
@@ -78,10 +78,10 @@ class Listener(Protocol):
     def on_ended(self) -> None:
         """No other is started."""
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: LoadProgress) -> None:
         """It is loading."""
 
-    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
+    def on_report(self, report: StepEvents | Switched | TurnedBack | Profiled) -> None:
         """It has said something else."""
 
 
@@ -89,7 +89,7 @@ class Supervisor:
     """Keeps one engine process alive."""
 
     def __init__(
-        self, settings: EngineSettings, listener: Listener, backoff: Backoff, begun: Begun | None = None
+        self, settings: EngineSettings, listener: EngineListener, backoff: Backoff, begun: Begun | None = None
     ) -> None:
         """`begun`: the first process."""
         self.state = EngineState.STOPPED
@@ -237,7 +237,7 @@ class Supervisor:
         missed = worked = 0  # looks
         while not child.closed.done():
             if self._ready_at is not None:
-                child.send(Ping())
+                child.send(PingEngine())
             await asyncio.wait([child.closed], timeout=interval)
             if child.was_heard():
                 missed = worked = 0
@@ -281,13 +281,13 @@ class Supervisor:
 
     def _report(self, first: asyncio.Future[None], report: Report) -> None:
         match report:
-            case Step() | Switched() | TurnedBack() | Profiled():
+            case StepEvents() | Switched() | TurnedBack() | Profiled():
                 self._listener.on_report(report)
-            case Progress():
+            case LoadProgress():
                 self._listener.on_progress(report)
             case Ready(info=info):
                 self._ready(first, info)
-            case Refused(kind=kind, message=message):
+            case LoadRefused(kind=kind, message=message):
                 self._refusal = InvalidModel(message) if kind == "invalid_model" else Unsupported(message)
             case Pong():
                 pass  # it was heard

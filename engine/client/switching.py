@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from engine.api import TRIAL_STEPS, Reverted
 from engine.errors import EngineError, Unsupported
-from engine.ipc.frames import Command, Switch, Switched
+from engine.ipc.frames import Command, SetSwitch, Switched
 from engine.settings import EngineSettings, switches_of
 
 _log = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ class Switching:
         self._first = switches_of(settings)  # what a process starts with
         self._on = dict(self._first)
         self._tickets = itertools.count(1)
-        self._asked: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
+        self._asked: dict[int, tuple[SetSwitch, asyncio.Future[None]]] = {}
         self._trials: dict[str, int] = {}  # the engine's steps when it was changed
 
     async def set(self, name: str, enabled: bool) -> None:
         """Returns when it is set. Raises EngineError."""
-        switch = Switch(next(self._tickets), name, enabled)
+        switch = SetSwitch(next(self._tickets), name, enabled)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked[switch.ticket] = switch, answer
         self._send(switch)
@@ -68,7 +68,7 @@ class Switching:
         """A new process what differs from what it started with."""
         for name, enabled in self._on.items():
             if self._first.get(name) is not enabled:
-                self._send(Switch(next(self._tickets), name, enabled))
+                self._send(SetSwitch(next(self._tickets), name, enabled))
 
     def lost(self, steps: int) -> None:
         """The process has died after so many steps: what was on trial is turned back, since it may be the reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Reason(enum.StrEnum):
+class ConstraintReason(enum.StrEnum):
     """Says why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
     costs."""
 

@@ -16,7 +16,7 @@ from engine.settings import EngineSettings, LogLevel
 FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 
 
-class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """First to the engine: what to load, and which folders of made code its environment names, which may be others
     than at its start."""
 
@@ -24,9 +24,9 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
     folders: dict[str, str] = {}
 
 
-def configure(settings: EngineSettings) -> Configure:
+def configure(settings: EngineSettings) -> ConfigureEngine:
     """With the folders that this process's environment names."""
-    return Configure(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
+    return ConfigureEngine(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -58,7 +58,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
     key: int
 
 
-class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Turn an optimisation on or off. `Switched` with the same ticket answers."""
 
     ticket: int
@@ -72,7 +72,7 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
     level: LogLevel
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=7):
+class PingEngine(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Say something. `Pong` answers, after everything that was sent before has been obeyed."""
 
 
@@ -89,7 +89,7 @@ class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
     ticket: int
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """How far loading is."""
 
     stage: str
@@ -103,14 +103,14 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
     info: ModelInfo
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """It will never be ready with these settings. The process ends."""
 
     kind: Literal["invalid_model", "unsupported"]
     message: str
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
+class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """All that a step brought to all sequences; now and then how busy the engine is.
 
     Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`.
@@ -148,8 +148,19 @@ class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 # front → engine
-Command = Configure | Submit | Cancel | Pause | Resume | Switch | SetLogLevel | Ping | StartProfile | EndProfile
-Report = Progress | Ready | Refused | Step | Switched | TurnedBack | Pong | Profiled  # engine → front
+Command = (
+    ConfigureEngine
+    | Submit
+    | Cancel
+    | Pause
+    | Resume
+    | SetSwitch
+    | SetLogLevel
+    | PingEngine
+    | StartProfile
+    | EndProfile
+)
+Report = LoadProgress | Ready | LoadRefused | StepEvents | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 
 def _as_path(kind: type, value: Any) -> Path:
@@ -161,7 +172,7 @@ def _as_path(kind: type, value: Any) -> Path:
 _NOTHING_ELSE = Event(0, ())[2:]
 
 
-def packed(events: list[Event], load: EngineLoad | None) -> Step:
+def packed(events: list[Event], load: EngineLoad | None) -> StepEvents:
     """The frame of a step. Of events of one sequence the order is kept."""
     keys: list[int] = []
     ids: list[int] = []
@@ -174,7 +185,7 @@ def packed(events: list[Event], load: EngineLoad | None) -> Step:
         else:
             with_others.add(event[0])
             others.append(event)
-    return Step(others, load, keys, ids)
+    return StepEvents(others, load, keys, ids)
 
 
 def command_reader() -> FrameReader[Command]:

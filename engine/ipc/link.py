@@ -11,7 +11,7 @@ from engine.ipc.framing import encode
 _CHUNK = 256 * 1024  # bytes
 
 
-class Link:
+class EngineLink:
     """Sends by blocking, since an engine need not run ahead of a front that does not read. Receives by asking."""
 
     def __init__(self, sock: socket.socket) -> None:

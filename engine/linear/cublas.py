@@ -23,7 +23,7 @@ class _Algorithm(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 8),)
 
 
-class _Found(ctypes.Structure):
+class _AlgorithmFound(ctypes.Structure):
     _fields_ = (
         ("algorithm", _Algorithm),
         ("workspace", ctypes.c_size_t),
@@ -34,7 +34,7 @@ class _Found(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class CublasProduct:
     """out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
 
     tokens: int
@@ -43,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedProduct:
     """One product's descriptions and the algorithms that there are for it, the library's own choice first. Descriptions
     last as long as the process."""
 
@@ -75,7 +75,7 @@ class Cublas:
         gpu = torch.cuda.get_device_name(self._workspace.device)
         return f"{''.join(letter if letter.isalnum() else '-' for letter in gpu.lower())}-{get()}.json"
 
-    def prepare(self, wanted: Product, most: int) -> Prepared:
+    def prepare(self, wanted: CublasProduct, most: int) -> PreparedProduct:
         """With `most` algorithms at most. Raises CublasError where there is none."""
         # To the library a matrix by rows is its transpose by columns: outᵀ = W · xᵀ.
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
@@ -90,7 +90,7 @@ class Cublas:
         self._call(
             "cublasLtMatmulPreferenceSetAttribute", preference, _WORKSPACE_BYTES, ctypes.byref(room), ctypes.c_size_t(8)
         )
-        found, count = (_Found * most)(), ctypes.c_int()
+        found, count = (_AlgorithmFound * most)(), ctypes.c_int()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
             self._handle, product, weights, x, out, out, preference, most, found, ctypes.byref(count),
@@ -99,18 +99,18 @@ class Cublas:
         usable = tuple(bytes(one.algorithm) for one in found[: count.value] if one.status == 0)
         if not usable:
             raise CublasError(f"no algorithm for {wanted}")
-        return Prepared(product, weights, x, out, usable)
+        return PreparedProduct(product, weights, x, out, usable)
 
-    def fits(self, how: Prepared, algorithm: bytes) -> bool:
+    def fits(self, how: PreparedProduct, algorithm: bytes) -> bool:
         """Whether an algorithm, found for another product perhaps, does this one."""
-        found, tried = _Found(), _Algorithm.from_buffer_copy(algorithm)
+        found, tried = _AlgorithmFound(), _Algorithm.from_buffer_copy(algorithm)
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, how.product, how.weights, how.x, how.out, how.out, ctypes.byref(tried), ctypes.byref(found)
         )
         return bool(status == 0 and found.workspace <= _MOST_WORKSPACE)
 
     def multiply(
-        self, how: Prepared, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
+        self, how: PreparedProduct, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Enqueued on torch's current stream; of products on two streams at a time the results would be wrong."""
         self._call(

@@ -58,7 +58,7 @@ class Int8(ctypes.Structure):
     _fields_: ClassVar[Any] = [("q", _pointer), ("scale", _pointer)]
 
 
-class Plain(ctypes.Structure):
+class PlainMatrix(ctypes.Structure):
     _fields_: ClassVar[Any] = [("w", _pointer), ("type", ctypes.c_int)]
 
 
@@ -96,7 +96,7 @@ class CpuProducts:
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """weight bfloat16 or float16 [outputs, inputs], contiguous."""
         y, product = self._product(x, weight.shape[0])
-        held = Plain(weight.data_ptr(), TYPES[weight.dtype])
+        held = PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])
         half = weight.dtype == torch.float16
         multiply = self.library.multiply_float16 if half else self.library.multiply_bfloat16
         multiply(ctypes.byref(product), ctypes.byref(held))

@@ -12,7 +12,7 @@ import torch
 from engine.linear import DenseLinear, Linear
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
-from engine.linear.products import TYPES, CpuProducts, Int4, Int8, Plain
+from engine.linear.products import TYPES, CpuProducts, Int4, Int8, PlainMatrix
 
 SPLIT: Final = 512  # positions that one unit of attention reads at most, as in walk.c
 _BITS4, _BITS8, _BITS16, _BITS32 = range(4)
@@ -29,31 +29,31 @@ class _Wide(ctypes.Structure):
 
 
 class _As(ctypes.Union):
-    _fields_: ClassVar[Any] = [("four", Int4), ("eight", Int8), ("sixteen", Plain), ("thirty_two", _Wide)]
+    _fields_: ClassVar[Any] = [("four", Int4), ("eight", Int8), ("sixteen", PlainMatrix), ("thirty_two", _Wide)]
 
 
-class _Part(ctypes.Structure):
+class _WalkPart(ctypes.Structure):
     _fields_: ClassVar[Any] = [("kind", _long), ("outputs", _long), ("weight", _As)]
 
 
-class _Linear(ctypes.Structure):
+class _WalkLinear(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *(("parts", ctypes.POINTER(_Part)), ("bias", _pointer)),
+        *(("parts", ctypes.POINTER(_WalkPart)), ("bias", _pointer)),
         *(("count", _long), ("inputs", _long), ("outputs", _long)),
     ]
 
 
-class _Layer(ctypes.Structure):
+class _WalkLayer(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *(("input_norm", _pointer), ("mlp_norm", _pointer), ("head_norm", _pointer)),
-        *(("qkv", _Linear), ("output", _Linear), ("gate_up", _Linear), ("down", _Linear)),
+        *(("qkv", _WalkLinear), ("output", _WalkLinear), ("gate_up", _WalkLinear), ("down", _WalkLinear)),
         ("window", _long),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *(("layers", ctypes.POINTER(_Layer)), ("norm", _pointer), ("angles", _pointer), ("head", _Linear)),
+        *(("layers", ctypes.POINTER(_WalkLayer)), ("norm", _pointer), ("angles", _pointer), ("head", _WalkLinear)),
         *((name, _long) for name in ("count", "hidden", "heads", "kv_heads", "dim", "inner")),
         ("epsilon", ctypes.c_float),
     ]
@@ -109,15 +109,15 @@ class WalkedRows:
 
 
 @dataclass(slots=True)
-class _Held:
+class _KeptStructures:
     """Structures that C reads, and the tensors made for it: they live as long as the model."""
 
     kept: list[object] = field(default_factory=list)
 
-    def linear(self, linear: Linear, inputs: int, outputs: int) -> _Linear:
+    def linear(self, linear: Linear, inputs: int, outputs: int) -> _WalkLinear:
         """Describes a linear to the library. Raises Unfit."""
         flat = _flat(linear)
-        parts = (_Part * len(flat))(*(_part(one, inputs) for one in flat))
+        parts = (_WalkPart * len(flat))(*(_part(one, inputs) for one in flat))
         biases = [(_bias(one), part.outputs) for one, part in zip(flat, parts, strict=True)]
         bias = None
         if any(one is not None for one, _ in biases):
@@ -125,7 +125,7 @@ class _Held:
         if sum(part.outputs for part in parts) != outputs:
             raise Unfit("a linear has other outputs than its layer")
         self.kept += [linear, parts, bias]
-        return _Linear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
+        return _WalkLinear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
 
     def floats(self, tensor: torch.Tensor) -> int:
         """The address of float32 numbers side by side."""
@@ -143,10 +143,10 @@ class Walk:
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
-        self._held = _Held()
+        self._held = _KeptStructures()
         self._vocabulary, self._most_units = model.vocabulary, int(self._library.walk_units())
         made = [self._layer(model, one) for one in model.layers]
-        layers = (_Layer * len(made))(*made)
+        layers = (_WalkLayer * len(made))(*made)
         self._held.kept.append(layers)
         sizes = (len(made), model.hidden, model.heads, model.kv_heads, model.dim, model.inner)
         norm, angles = self._held.floats(model.norm), self._held.floats(model.angles)
@@ -155,10 +155,10 @@ class Walk:
         self._units = model.kv_heads, model.heads
         self._room = torch.empty(0)
 
-    def _layer(self, model: WalkedModel, layer: WalkedLayer) -> _Layer:
+    def _layer(self, model: WalkedModel, layer: WalkedLayer) -> _WalkLayer:
         held, queries, keys = self._held, model.heads * model.dim, model.kv_heads * model.dim
         head_norm = None if layer.head_norm is None else held.floats(layer.head_norm)
-        return _Layer(
+        return _WalkLayer(
             held.floats(layer.input_norm),
             held.floats(layer.mlp_norm),
             head_norm,
@@ -218,7 +218,7 @@ def _bias(linear: Linear) -> torch.Tensor | None:
     return linear.bias if isinstance(linear, DenseLinear | Int4Cpu | Int8Cpu) else None
 
 
-def _part(linear: Linear, inputs: int) -> _Part:
+def _part(linear: Linear, inputs: int) -> _WalkPart:
     """Describes one matrix of a linear. Raises Unfit."""
     if isinstance(linear, Int4Cpu):
         (outputs, own, group), q = linear.shape, linear.q
@@ -233,7 +233,7 @@ def _part(linear: Linear, inputs: int) -> _Part:
     elif isinstance(linear, DenseLinear):
         (outputs, own), weight = linear.weight.shape, linear.weight
         if weight.dtype.itemsize == 2 and weight.is_contiguous():
-            made, kind = _As(sixteen=Plain(weight.data_ptr(), TYPES[weight.dtype])), _BITS16
+            made, kind = _As(sixteen=PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])), _BITS16
         elif weight.dtype == torch.float32 and weight.stride(0) == 1:
             made, kind = _As(thirty_two=_Wide(weight.data_ptr(), weight.stride(1))), _BITS32
         else:
@@ -242,4 +242,4 @@ def _part(linear: Linear, inputs: int) -> _Part:
         raise Unfit(f"no product in C takes a {type(linear).__name__}")
     if own != inputs:
         raise Unfit("a linear has other inputs than its layer")
-    return _Part(kind, outputs, made)
+    return _WalkPart(kind, outputs, made)

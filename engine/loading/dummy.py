@@ -11,7 +11,7 @@ import torch
 
 from engine.linear import Placement
 from quant.checkpoint.errors import BadConfig
-from quant.checkpoint.forms import Dense, Int4Groups, Int4Minima, Int8Rows, Linear, Weight
+from quant.checkpoint.forms import CheckpointLinear, Dense, Int4Groups, Int4Minima, Int8Rows, Weight
 from quant.checkpoint.gguf.blocks import GROUP
 from quant.checkpoint.source import TensorSource
 from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, GgufSpec, PackedSpec, QuantSpec
@@ -60,11 +60,11 @@ class DummyLinears:
         self._seed = seed
         self._device = device
 
-    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Linear:
+    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> CheckpointLinear:
         """Biases, and layers that the config leaves plain, come from `source`."""
         name = f"{prefix}.bias"
         bias = source.tensor(name) if name in source.names() else None
-        return Linear(self._weight(source, prefix, inputs, outputs), bias)
+        return CheckpointLinear(self._weight(source, prefix, inputs, outputs), bias)
 
     def _weight(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Weight:
         if not self._spec.covers(prefix):

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """Weights, the SHA-256 of what they and their config are, and what their form is called."""
 
     weights: Weights
@@ -48,7 +48,7 @@ class Loading:
     placement: Placement
 
 
-def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
+def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
     """Raises InvalidModel, one line that names the file."""
     with returning(what.placement.device):
         dummy = settings.load_format == "dummy"
@@ -74,17 +74,17 @@ def _check(checkpoint: MappedTensors, config: ModelConfig, form: Format) -> None
     check_folder(checkpoint, config, form.spec)
 
 
-def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
+def _dummy(seed: int, folder: Path, what: Loading) -> LoadedWeights:
     config, placement, spec = what.config, what.placement, what.form.in_memory
     source = DummyWeights(dense_tensors(config), seed, placement)
     load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device))
     with checkpoint_errors(folder):
         weights = load_weights(config, source, load_linear, placement)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
-    return Loaded(weights, _identity(seen, what.form), what.form.name)
+    return LoadedWeights(weights, _identity(seen, what.form), what.form.name)
 
 
-def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
+def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
     config, form = what.config, what.form
     with checkpoint_errors(folder):
         dtype = what.placement.dtype
@@ -97,7 +97,7 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
             checkpoint.close()
             if isinstance(checkpoint, GgufTensors):
                 _log.info("%s: %s", folder.name, checkpoint.costs)
-            return Loaded(weights, _identity(fingerprint.result(), form), form.name)
+            return LoadedWeights(weights, _identity(fingerprint.result(), form), form.name)
     finally:
         fingerprint.close()
 

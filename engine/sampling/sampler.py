@@ -74,8 +74,8 @@ class Sampler:
         if asked:
             counts = [batch.sequences[row].logprobs or 0 for row in asked]
             tokens = [chosen[row] for row in asked]
-            told = token_logprobs(logits[self._integers(asked)], self._integers(tokens), counts)
-            for row, token, one in zip(asked, tokens, told, strict=True):
+            logprobs = token_logprobs(logits[self._integers(asked)], self._integers(tokens), counts)
+            for row, token, one in zip(asked, tokens, logprobs, strict=True):
                 found[row] = RowResult((token,), (one,))
         return found
 

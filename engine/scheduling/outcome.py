@@ -10,7 +10,7 @@ from engine.scheduling.sequence import Sequence
 _FAILURES = {None: Failure.STEP, RowEnd.STUCK: Failure.CONSTRAINT, RowEnd.COSTLY: Failure.CONSTRAINT_COST}
 
 
-def told(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
+def scored_tokens(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
     """The log-probabilities of the prompt that a row brought and its reader was not told before a preemption."""
     fresh = brought.prompt_logprobs[sequence.scored - row.start :]
     sequence.scored += len(fresh)
@@ -20,7 +20,7 @@ def told(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob
 def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
     """Adds to the sequence what a row brought, up to its end; the event for its reader."""
     ids, end = brought.token_ids, brought.end
-    scores = told(sequence, row, brought) if row.score else ()
+    scores = scored_tokens(sequence, row, brought) if row.score else ()
     if not ids:
         return _without_token(sequence, row, end, scores, now)
     kept, reason = _ending(sequence, ids, max_context)

@@ -26,7 +26,7 @@ _TRICKLE = 0.05  # of the target that is saved for prompts in a step without any
 _BUCKETS = 2  # of sizes, from one to its double
 
 
-class Costs:
+class StepCosts:
     """Seconds by size, as they were lately; sizes near each other are one."""
 
     def __init__(self, rising: float) -> None:
@@ -61,8 +61,8 @@ class Pacing:
         self._target = target  # seconds between two tokens of a stream
         self._most = most_rows
         self._rows = float(most_rows if target is None else min(_FIRST, most_rows))
-        self._of_rows = Costs(rising=0.0)  # a token of each
-        self._of_prompts = Costs(rising=1.0)
+        self._of_rows = StepCosts(rising=0.0)  # a token of each
+        self._of_prompts = StepCosts(rising=1.0)
         self._running = 0  # sequences, when the step was planned
         self._measured = 0  # steps since the bound was changed
         self._saved = 0.0  # seconds
@@ -131,8 +131,8 @@ class Pacing:
             of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
         if of_prompts is None:
             of_prompts = max(seconds - of_rows * tokens, 0.0)
-        foretold = of_rows * tokens + of_prompts
-        share = seconds / foretold if foretold > 0 else 1.0
+        predicted = of_rows * tokens + of_prompts
+        share = seconds / predicted if predicted > 0 else 1.0
         if rows:
             self._of_rows.learn(rows, of_rows * share)
         if fed:

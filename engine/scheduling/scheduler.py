@@ -12,18 +12,18 @@ from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
+from engine.scheduling.background_throttle import BackgroundThrottle
 from engine.scheduling.limits import Limits
 from engine.scheduling.ordered import Ordered
-from engine.scheduling.outcome import finish, take, told
+from engine.scheduling.outcome import finish, scored_tokens, take
 from engine.scheduling.pacing import Pacing
 from engine.scheduling.plan import Row, RowEnd, StepPlan, StepResult, WrongResult
 from engine.scheduling.rank import timer
 from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.slots import Slots
-from engine.scheduling.tally import Tally
+from engine.scheduling.tally import LoadTally
 from engine.scheduling.turns import Turns
-from engine.scheduling.yielding import Yielding
 from engine.settings import PAGE_SIZE
 
 
@@ -62,12 +62,12 @@ class Scheduler:
         self._turns = Turns(limits.max_batch_tokens)
         self._pacing = Pacing(limits.target_tpot, limits.max_sequences)
         self._slots = Slots(limits, self._prefixes, self._pacing, batching=batching)
-        self._yielding = Yielding()
-        self._watched = 0  # live sequences of interactive priority
+        self._throttle = BackgroundThrottle()
+        self._interactive = 0  # live sequences of interactive priority
         self._fetching: dict[int, Sequence] = {}
         self._begun: set[int] = set()  # keys of those that were not fed since their prompt ended
         self._waited = 0  # steps in a row that they were left out of
-        self._tally = Tally()
+        self._tally = LoadTally()
 
     # What the front asks for
 
@@ -81,7 +81,7 @@ class Scheduler:
         if request.stopping.max_tokens < (request.prompt_logprobs is None):
             raise ValueError("max_tokens is too low")
         self._live[sequence.key] = sequence
-        self._watched += request.priority == Priority.INTERACTIVE
+        self._interactive += request.priority == Priority.INTERACTIVE
         self._turns.admitted(sequence)
         if self._tier is not None and self._tier.ask(sequence):
             sequence.fetching = True
@@ -183,7 +183,7 @@ class Scheduler:
             rows += [row_of(sequence, sequence.computed, 1, True) for sequence in begun]
         if not rows:
             self._pacing.idle()
-            self._yielding.away()
+            self._throttle.away()
             return None
         self._pacing.begin(now)
         return self._slots.planned(rows)
@@ -198,9 +198,9 @@ class Scheduler:
         running, changes = self._slots.running, self._slots.changes
         budget = self._pacing.prompt_tokens(running, self._turns.budget)
         fed = self._turns.next(running)
-        if not self._watched:
+        if not self._interactive:
             return fed, budget
-        return self._yielding.choose(fed, budget, changes if len(fed) == len(running) else None)
+        return self._throttle.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Applies a step's result and returns the events for readers. Raises WrongResult, and applies nothing, where
@@ -208,8 +208,8 @@ class Scheduler:
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
-        if self._watched:
-            self._yielding.ended(plan, result, now)
+        if self._interactive:
+            self._throttle.ended(plan, result, now)
         self._tally.steps += 1
         events = []
         for row in plan.rows:
@@ -243,7 +243,7 @@ class Scheduler:
         self._prefixes.note(sequence)
         if not row.score:
             return []
-        return [Event(sequence.key, prompt_logprobs=told(sequence, row, result.rows[row.key]))]
+        return [Event(sequence.key, prompt_logprobs=scored_tokens(sequence, row, result.rows[row.key]))]
 
     def fail(self, plan: StepPlan) -> list[Event]:
         """Ends all that a broken step was to feed."""
@@ -301,7 +301,7 @@ class Scheduler:
         """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
         was to feed and who still holds a slot."""
         self._pacing.idle()
-        self._yielding.away()
+        self._throttle.away()
         self._slots.say_again(plan)
         fed = [self._live.get(row.key) for row in plan.rows]
         return [sequence for sequence in fed if sequence is not None and sequence.slot >= 0]
@@ -347,9 +347,9 @@ class Scheduler:
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
         """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
-        self._watched -= sequence.request.priority == Priority.INTERACTIVE
-        if not self._watched:
-            self._yielding.away()
+        self._interactive -= sequence.request.priority == Priority.INTERACTIVE
+        if not self._interactive:
+            self._throttle.away()
         self._turns.ended(sequence)
         self._begun.discard(sequence.key)
         when = timer(sequence)

@@ -9,7 +9,7 @@ from engine.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Tally:
+class LoadTally:
     """As `EngineLoad` names it."""
 
     steps: int = 0

@@ -27,7 +27,7 @@ from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.border import AGAIN
 from engine.loading.formats import Format, read_folder
-from engine.loading.load import Loaded, Loading, load
+from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
@@ -35,7 +35,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
-from engine.worker.foretold import Foretelling, foretell
 from engine.worker.hardware import (
     CpuFeatures,
     batch_tokens,
@@ -49,6 +48,7 @@ from engine.worker.hardware import (
     pick_walkers,
     with_pages,
 )
+from engine.worker.required_kernels import KernelQuery, required_kernels
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import dense_tensors
 
@@ -57,7 +57,7 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """All that executors are made from, and what ModelInfo says of it."""
 
     parts: Parts
@@ -84,7 +84,7 @@ def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> 
         return GpuKernels()
     memory = torch.cuda.get_device_properties(device).total_memory
     own = None if draft is None else (draft.config, draft.form)
-    library.compile_ahead(foretell(settings, Foretelling(what.config, what.form, library.gpu, memory, own)))
+    library.compile_ahead(required_kernels(settings, KernelQuery(what.config, what.form, library.gpu, memory, own)))
     return GpuKernels(library)
 
 
@@ -103,7 +103,7 @@ def _try(runner: ModelRunner, folder: Path) -> None:
         raise InvalidModel(f"{folder}: its weights compute NaN or infinity; {AGAIN}")
 
 
-def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> Prepared:
+def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> PreparedModel:
     """Weights and page pool in their places."""
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
@@ -169,11 +169,11 @@ def _products(settings: EngineSettings, cpu: CpuFeatures, progress: Progress) ->
 def _assemble(
     settings: EngineSettings,
     what: Loading,
-    loaded: Loaded,
+    loaded: LoadedWeights,
     drafting: Drafting | None,
     constraints: Constraints,
     gpu: GpuKernels,
-) -> Prepared:
+) -> PreparedModel:
     config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
@@ -207,7 +207,7 @@ def _assemble(
         draft=draft,
         gpu=gpu,
     )
-    return Prepared(parts, room, loaded.digest, loaded.weight_format)
+    return PreparedModel(parts, room, loaded.digest, loaded.weight_format)
 
 
 def _products_folder() -> Path | None:
@@ -220,7 +220,7 @@ def _products_folder() -> Path | None:
 
 def make_runner(
     settings: EngineSettings,
-    prepared: Prepared,
+    prepared: PreparedModel,
     progress: Progress,
     registry: tuple[ExecutorEntry, ...] = EXECUTORS,
 ) -> ModelRunner:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 
 from engine.constraints.constraints import Constraints
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 from engine.ipc.events import Event, Failure
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -73,6 +73,6 @@ class Compiling:
                     continue
             if self._constraints.unloadable:
                 _log.error("there can be no constraints with this model: %s", self._constraints.unloadable)
-            costly = reason is not Reason.UNMET
+            costly = reason is not ConstraintReason.UNMET
             failures.append(Event(key, failure=Failure.CONSTRAINT_COST if costly else Failure.CONSTRAINT))
         return failures

@@ -77,7 +77,7 @@ class ModelReport:
 
 
 @dataclass(slots=True)
-class Report:
+class DoctorReport:
     """Everything found. `problems` keep a server from starting, `warnings` do not."""
 
     torch: str
@@ -117,10 +117,10 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     return EngineSettings(**given), digest
 
 
-def examine(settings: EngineSettings, digest: bool = False) -> Report:
+def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
     """Reports on the machine and, where `settings.model` names one, on serving that model; with its digest, for which
     all weights are read."""
-    report = Report(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
+    report = DoctorReport(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     try:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
         device = hardware.pick_device(settings.device)
@@ -217,7 +217,7 @@ def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
     return _parts(config, form, Placement(dtype, device))
 
 
-def _switches(parts: Parts, report: Report) -> list[Option]:
+def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
     """Those that executors obey, and whether they would do anything."""
     graph = next((one for one in report.decoders if one.name == "graph"), None)
     if graph is None or not graph.chosen:
@@ -232,7 +232,7 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
-def _with_products(placement: Placement, report: Report) -> Placement:
+def _with_products(placement: Placement, report: DoctorReport) -> Placement:
     """As a server would have them, compiled now if they never were."""
     plain = any(one.chosen and one.name == DENSE for one in report.formats)
     if plain and placement.dtype == torch.float32:

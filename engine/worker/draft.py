@@ -13,7 +13,7 @@ from engine.kv.sizing import Room
 from engine.linear import Placement
 from engine.loading.border import checkpoint_errors
 from engine.loading.formats import Format, read_folder
-from engine.loading.load import Loaded
+from engine.loading.load import LoadedWeights
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -51,7 +51,7 @@ class Drafting:
     """A draft model that is loaded, and has no pages yet."""
 
     read: DraftFolder
-    loaded: Loaded
+    loaded: LoadedWeights
     placement: Placement
 
     @property

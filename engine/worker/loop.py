@@ -15,22 +15,22 @@ from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
     Cancel,
     Command,
-    Configure,
+    ConfigureEngine,
     EndProfile,
     Pause,
-    Ping,
+    PingEngine,
     Pong,
     Resume,
     SetLogLevel,
+    SetSwitch,
     StartProfile,
     Submit,
-    Switch,
     Switched,
     TurnedBack,
     packed,
 )
 from engine.ipc.framing import FrameError
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult, WrongResult
 from engine.scheduling.scheduler import Scheduler
@@ -39,9 +39,9 @@ from engine.worker.arrivals import Arrivals
 from engine.worker.compiling import Compiling
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
-from engine.worker.profiles import Profiles
+from engine.worker.profiles import ProfileRecorder
 from engine.worker.recording import StepRecorder, describe
-from engine.worker.switches import Switches
+from engine.worker.switches import WorkerSwitches
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
@@ -56,10 +56,10 @@ class Loop:
 
     def __init__(
         self,
-        link: Link,
+        link: EngineLink,
         runner: Runner,
         scheduler: Scheduler,
-        switches: Switches,
+        switches: WorkerSwitches,
         tier: BlockTier | None = None,
         tier_report: Callable[[], TierReport] | None = None,
         recorder: StepRecorder | None = None,
@@ -74,14 +74,14 @@ class Loop:
         self._tier = tier
         self._tier_report = tier_report
         self._recorder = recorder
-        self._profiles = Profiles(link.send)
+        self._profiles = ProfileRecorder(link.send)
         self._marking = marking
         self._memory = memory
         self._compiling = Compiling(scheduler, constraints or Constraints())
-        self._told_load: EngineLoad | None = None
-        self._told_at = 0.0
+        self._reported_load: EngineLoad | None = None
+        self._reported_at = 0.0
         self._failures = 0  # failed steps in a row, not counting their repetitions in parts
-        self._told_failure = ""  # the failure whose traceback was logged last
+        self._logged_failure = ""  # the failure whose traceback was logged last
         self._refused: list[Event] = []
         self._arrivals = Arrivals(link, self._obey)
         runner.meanwhile(self._early)
@@ -141,17 +141,17 @@ class Loop:
                 self._scheduler.pause(key)
             case Resume(key=key):
                 self._scheduler.resume(key)
-            case Switch() | SetLogLevel():
+            case SetSwitch() | SetLogLevel():
                 self._set(command)
-            case Ping():
+            case PingEngine():
                 self._link.send(Pong())
             case StartProfile() | EndProfile():
                 self._profiles.obey(command)
-            case Configure():
+            case ConfigureEngine():
                 raise FrameError("configured twice")
 
-    def _set(self, command: Switch | SetLogLevel) -> None:
-        if isinstance(command, Switch):
+    def _set(self, command: SetSwitch | SetLogLevel) -> None:
+        if isinstance(command, SetSwitch):
             refusal = self._switches.set(command.name, command.enabled)
             self._link.send(Switched(command.ticket, refusal, self._scheduler.load.steps))
         else:
@@ -187,7 +187,7 @@ class Loop:
             return self._raised(plan, result, error)
         self._failures = 0
         if self._switches.worked():
-            self._told_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
+            self._reported_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events
@@ -214,18 +214,18 @@ class Loop:
             self._recorder.add(plan, result)
             if keep:
                 self._recorder.write(error)
-        said, self._told_failure = self._told_failure, describe(error)
-        fresh = error if said != self._told_failure else None
-        _log.error("a step of %d rows failed: %s", len(plan.rows), self._told_failure, exc_info=fresh)
+        previous, self._logged_failure = self._logged_failure, describe(error)
+        fresh = error if previous != self._logged_failure else None
+        _log.error("a step of %d rows failed: %s", len(plan.rows), self._logged_failure, exc_info=fresh)
 
     def _publish(self, events: list[Event], now: float, idle: bool) -> None:
         load = None
-        if now - self._told_at >= _LOAD_INTERVAL or idle:
+        if now - self._reported_at >= _LOAD_INTERVAL or idle:
             load = self._load()
-            if idle and load == self._told_load and not self._scheduler.live:
+            if idle and load == self._reported_load and not self._scheduler.live:
                 load = None
             else:
-                self._told_load, self._told_at = load, now
+                self._reported_load, self._reported_at = load, now
         if events or load is not None:
             self._link.send(packed(events, load))
         if self._memory is not None:

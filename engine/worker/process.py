@@ -27,9 +27,9 @@ from engine.api import ModelInfo, TierReport
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
-from engine.ipc.frames import FOLDERS, Configure, Progress, Ready, Refused
+from engine.ipc.frames import FOLDERS, ConfigureEngine, LoadProgress, LoadRefused, Ready
 from engine.ipc.framing import FrameError
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
@@ -44,7 +44,7 @@ from engine.worker.driver import begin_context
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
 from engine.worker.recording import StepRecorder
-from engine.worker.switches import Switches, unused
+from engine.worker.switches import WorkerSwitches, unused
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
@@ -67,12 +67,12 @@ def main() -> int:
     _die_before_parent()
     if given.parent is not None and os.getppid() != given.parent:
         return 0
-    link = Link(socket.socket(fileno=given.fd))
+    link = EngineLink(socket.socket(fileno=given.fd))
     try:
-        told = ThreadPoolExecutor(1, "told").submit(_told, link)
+        configure = ThreadPoolExecutor(1, "told").submit(_receive_configure, link)
         if given.kind == "model":
             _import_model()  # while the front reads its settings
-        return _serve(link, Marking(StepMark(given.step_mark)), told.result())
+        return _serve(link, Marking(StepMark(given.step_mark)), configure.result())
     except (EOFError, ConnectionError):
         return 0
     except FrameError as error:
@@ -84,11 +84,11 @@ def main() -> int:
     return 1
 
 
-def _serve(link: Link, marking: Marking, told: Configure) -> int:
-    settings = told.settings
+def _serve(link: EngineLink, marking: Marking, configure: ConfigureEngine) -> int:
+    settings = configure.settings
     for name in FOLDERS:
         os.environ.pop(name, None)
-    os.environ.update(told.folders)
+    os.environ.update(configure.folders)
     logging.getLogger().setLevel(settings.log_level.upper())
     if settings.log_format == "json":
         use_json("engine")
@@ -100,10 +100,10 @@ def _serve(link: Link, marking: Marking, told: Configure) -> int:
     except (InvalidModel, Unsupported, BadFile) as error:
         kind: Literal["invalid_model", "unsupported"]
         kind = "unsupported" if isinstance(error, Unsupported) else "invalid_model"
-        link.send(Refused(kind, str(error)))
+        link.send(LoadRefused(kind, str(error)))
         return 2
     scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier, constraints)
-    switches = Switches(settings, runner, scheduler, tier)
+    switches = WorkerSwitches(settings, runner, scheduler, tier)
     idle = runner.info.unused + unused(settings, runner.info.max_sequences)
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
@@ -119,15 +119,15 @@ def _serve(link: Link, marking: Marking, told: Configure) -> int:
     return 0
 
 
-def _told(link: Link) -> Configure:
+def _receive_configure(link: EngineLink) -> ConfigureEngine:
     """What to load. The driver begins as soon as it is known that there is something for it to do."""
     while not (commands := link.receive(timeout=None)):
         pass
     match commands:
-        case [Configure() as told]:
-            if told.settings.kind == "model" and told.settings.device != "cpu":
+        case [ConfigureEngine() as configure]:
+            if configure.settings.kind == "model" and configure.settings.device != "cpu":
                 begin_context()
-            return told
+            return configure
     raise FrameError("it did not begin with the settings")
 
 
@@ -185,7 +185,7 @@ def _prefixes(
 class _ProgressReports:
     """Passes progress on, not more often than anyone can watch."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._stage = ""
         self._at = 0.0
@@ -195,7 +195,7 @@ class _ProgressReports:
         if stage == self._stage and done < total and now - self._at < _PROGRESS_INTERVAL:
             return
         self._stage, self._at = stage, now
-        self._link.send(Progress(stage, done, total))
+        self._link.send(LoadProgress(stage, done, total))
 
 
 def _die_with_parent() -> None:

@@ -12,7 +12,7 @@ from engine.ipc.frames import EndProfile, Profiled, StartProfile
 from engine.stacks import StackSampler
 
 
-class Profiles:
+class ProfileRecorder:
     """One at a time: the latest."""
 
     def __init__(self, send: Callable[[Profiled], None]) -> None:

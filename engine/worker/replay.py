@@ -33,7 +33,7 @@ PIECE = 512  # tokens of a row that only makes up for what is missing
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayOutcome:
     """How far the steps went as recorded, and what then was different."""
 
     steps: int  # that were equal
@@ -75,9 +75,9 @@ class Replay:
         admitted: tuple[Admitted, ...] = (*plan.admitted, *map(readmission, rejoined))
         if admitted or released:
             self._runner.run(StepPlan((), admitted, released))
-        return self._runner.run(StepPlan(tuple(self._made_up(self._told(row)) for row in plan.rows)))
+        return self._runner.run(StepPlan(tuple(self._made_up(self._recorded(row)) for row in plan.rows)))
 
-    def _told(self, row: Row) -> Row:
+    def _recorded(self, row: Row) -> Row:
         """The row, with all its pages where the runner has just been given its sequence anew."""
         if row.key not in self._astray:
             return row
@@ -108,14 +108,14 @@ class Replay:
         return None
 
 
-def replay(recording: Recording, runner: Runner) -> Outcome:
+def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
     """Until the first step that is different."""
     steps = Replay(runner, recording.held)
     for count, recorded in enumerate(recording.steps):
         difference = steps.step(recorded)
         if difference is not None:
-            return Outcome(count, difference)
-    return Outcome(len(recording.steps), None)
+            return ReplayOutcome(count, difference)
+    return ReplayOutcome(len(recording.steps), None)
 
 
 def settings_of(recording: Recording, model: str, device: Device | None, decoder: DecoderChoice) -> EngineSettings:

@@ -17,7 +17,7 @@ MOST_FAILURES = 2  # steps in a row; one fewer than those that end the process
 _log = logging.getLogger(__name__)
 
 
-class Switches:
+class WorkerSwitches:
     """Each as it was last set. One that was changed is on trial for its next steps."""
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
-from quant.checkpoint.header import shown
+from quant.checkpoint.header import printable
 from quant.checkpoint.linear import tensor_names
 from quant.checkpoint.spec import QuantSpec
 from quant.checkpoint.tensors import HEAD, Shapes, dense_tensors, linears, plain_tensors
@@ -66,7 +66,7 @@ def _check_tensors(checkpoint: Listing, expected: Shapes, ignored: Collection[st
     surplus = sorted(name for name in names - expected.keys() if not _harmless(name, ignored))
     if surplus:
         file = checkpoint.file(surplus[0])
-        raise BadFile(file, f"{shown(surplus[0])} has no place in the model of config.json", BELONGING)
+        raise BadFile(file, f"{printable(surplus[0])} has no place in the model of config.json", BELONGING)
 
 
 def _missing(checkpoint: Listing, tensor: str) -> BadFile:

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerAddress:
     """Address and credentials."""
 
     address: str
@@ -74,7 +74,7 @@ class Server:
         parser.add_argument("--tls-key", type=Path, metavar="PEM", help="its private key")
 
     @classmethod
-    def of(cls, flags: argparse.Namespace) -> Server:
+    def of(cls, flags: argparse.Namespace) -> ServerAddress:
         """Raises UsageError."""
         if (flags.tls_cert is None) != (flags.tls_key is None):
             raise UsageError("--tls-cert and --tls-key go together")

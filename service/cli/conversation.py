@@ -14,8 +14,8 @@ import sys
 import grpc
 
 from service.cli.asking import Asker
-from service.cli.channel import INTERRUPTED, Server, complain, explain
-from service.cli.output import Output
+from service.cli.channel import INTERRUPTED, ServerAddress, complain, explain
+from service.cli.output import TerminalOutput
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 _PROMPT, _MORE = "> ", ". "
@@ -29,26 +29,26 @@ ctrl-C        stop an answer, of which the model remembers what came; without on
 Lines that are pasted together are one message. A message may begin with / after a space."""
 
 
-class Turns:
+class ConversationTurns:
     """What the model is told of the conversation."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
-        self._said: list[pb.ChatMessage] = []
+        self._messages: list[pb.ChatMessage] = []
 
     def asked(self, question: str) -> pb.Chat:
         """The chat that ends with a question. It is remembered once it has an answer."""
         system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
-        return pb.Chat(messages=[*system, *self._said, _user(question)])
+        return pb.Chat(messages=[*system, *self._messages, _user(question)])
 
     def answered(self, question: str, text: str, reasoning: str) -> None:
         answer = pb.ChatMessage(role="assistant", content=text)
         if reasoning:
             answer.reasoning = reasoning
-        self._said += [_user(question), answer]
+        self._messages += [_user(question), answer]
 
     def forget(self) -> None:
-        self._said.clear()
+        self._messages.clear()
 
 
 def _user(text: str) -> pb.ChatMessage:
@@ -61,9 +61,9 @@ class Conversation:
     def __init__(
         self,
         channel: grpc.Channel,
-        server: Server,
+        server: ServerAddress,
         request: pb.GenerateStreamRequest,
-        turns: Turns,
+        turns: ConversationTurns,
         timeout: float | None,
     ) -> None:
         self._asker = Asker(channel, server, timeout)
@@ -77,8 +77,8 @@ class Conversation:
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
             try:
-                said = _read()
-                if said is None or not self._obey_or_ask(said):
+                line = _read()
+                if line is None or not self._obey_or_ask(line):
                     return 0
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
@@ -86,12 +86,12 @@ class Conversation:
             except ValueError:  # UnicodeError: of input(), or of a message that is to be sent
                 complain("that is not UTF-8 text", 0)
 
-    def _obey_or_ask(self, said: str) -> bool:
+    def _obey_or_ask(self, line: str) -> bool:
         """False where the conversation is to end."""
-        command = _COMMAND.fullmatch(said.rstrip())
+        command = _COMMAND.fullmatch(line.rstrip())
         if command is None:
-            if said.strip():
-                self._ask(said)
+            if line.strip():
+                self._ask(line)
             return True
         name, text = command[1], command[2]
         if name == "exit":
@@ -111,7 +111,7 @@ class Conversation:
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
-        out = Output(live=True)
+        out = TerminalOutput(live=True)
         ended = self._asker.ask(request, out)
         if ended.error is not None and not ended.interrupted:
             complain(explain(ended.error, self._address), 0)

@@ -22,14 +22,14 @@ from service.cli.channel import (
     INTERRUPTED,
     USAGE,
     Parser,
-    Server,
+    ServerAddress,
     UsageError,
     complain,
     exit_code,
     explain,
 )
-from service.cli.conversation import Conversation, Turns
-from service.cli.output import Output
+from service.cli.conversation import Conversation, ConversationTurns
+from service.cli.output import TerminalOutput
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 BROKEN_PIPE = 141
@@ -48,11 +48,11 @@ _SAMPLING = (  # flags that are fields of SamplingOptions
 def run(argv: Sequence[str]) -> int:
     try:
         flags = _parser().parse_args(argv)
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         request = _request(flags)
         if _converses(flags):
             with server.channel() as channel:
-                return Conversation(channel, server, request, Turns(flags.system), flags.timeout).run()
+                return Conversation(channel, server, request, ConversationTurns(flags.system), flags.timeout).run()
         _set_prompt(request, flags)
         with server.channel() as channel:
             return _ask(channel, server, request, flags)
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--json", action="store_true", help="print one JSON object once the answer is complete")
-    Server.add_flags(parser)
+    ServerAddress.add_flags(parser)
     return parser
 
 
@@ -183,7 +183,7 @@ def _set_prompt(request: pb.GenerateStreamRequest, flags: argparse.Namespace) ->
     prompt = _piped() if flags.prompt in (None, "-") else flags.prompt
     try:
         if flags.chat or flags.system is not None or flags.template_argument:
-            request.chat.MergeFrom(Turns(flags.system).asked(prompt))
+            request.chat.MergeFrom(ConversationTurns(flags.system).asked(prompt))
         else:
             request.text = prompt
     except ValueError as error:  # an argument that is not UTF-8
@@ -198,8 +198,10 @@ def _piped() -> str:
     return text.removesuffix("\n").removesuffix("\r")  # echo's, and editors'
 
 
-def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:
-    out = Output(live=not flags.json, answers=max(1, request.n))
+def _ask(
+    channel: grpc.Channel, server: ServerAddress, request: pb.GenerateStreamRequest, flags: argparse.Namespace
+) -> int:
+    out = TerminalOutput(live=not flags.json, answers=max(1, request.n))
     try:
         ended = Asker(channel, server, flags.timeout).ask(request, out)
     except BrokenPipeError:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2
 
-from service.cli.channel import INTERRUPTED, USAGE, Parser, Server, UsageError, complain, explain, probe_code
+from service.cli.channel import INTERRUPTED, USAGE, Parser, ServerAddress, UsageError, complain, explain, probe_code
 
 HEALTH = "127.0.0.1:50053"
 READY = "whippet.v1.GenerationService"
@@ -25,7 +25,7 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 def run(argv: Sequence[str]) -> int:
     try:
         flags = _parser().parse_args(argv)
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel:
             return _check(channel, server, flags)
     except UsageError as error:
@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "answers.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser, HEALTH, "the health port, or another one")
+    ServerAddress.add_operator_flags(parser, HEALTH, "the health port, or another one")
     parser.add_argument(
         "--service", default=READY, metavar="NAME", help="'' asks whether the process lives; default: %(default)s"
     )
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(channel: grpc.Channel, server: Server, flags: argparse.Namespace) -> int:
+def _check(channel: grpc.Channel, server: ServerAddress, flags: argparse.Namespace) -> int:
     call = channel.unary_unary(
         _CHECK, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
     )

@@ -17,7 +17,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 
 
-class Answer:
+class PrintedAnswer:
     """One of the answers, as far as it has come."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Answer:
         }
 
 
-class Output:
+class TerminalOutput:
     """`live`: piece by piece; of several answers the first that is not whole, and the others behind it. What the model
     thought is shown on a terminal alone, apart from the answer."""
 
@@ -72,7 +72,7 @@ class Output:
         self._last = "\n"  # character on the terminal
         self._thinking = False
         self._wanted = answers
-        self._answers = [Answer()]  # that have begun, or come before one that has
+        self._answers = [PrintedAnswer()]  # that have begun, or come before one that has
         self._showing = -1  # which of them
         self._info = pb.PromptInfo()
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -105,9 +105,9 @@ class Output:
         while self._answer(self._showing).finish is not None and self._showing + 1 < self._wanted:
             self._show_next()
 
-    def _answer(self, index: int) -> Answer:
+    def _answer(self, index: int) -> PrintedAnswer:
         while len(self._answers) <= index:
-            self._answers.append(Answer())
+            self._answers.append(PrintedAnswer())
         return self._answers[index]
 
     def close(self) -> None:

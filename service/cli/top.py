@@ -19,7 +19,16 @@ from contextlib import contextmanager
 
 import grpc
 
-from service.cli.channel import USAGE, Parser, Server, UsageError, cancelled_at_ctrl_c, complain, exit_code, explain
+from service.cli.channel import (
+    USAGE,
+    Parser,
+    ServerAddress,
+    UsageError,
+    cancelled_at_ctrl_c,
+    complain,
+    exit_code,
+    explain,
+)
 from service.cli.top_frame import Look, birth, frame
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
@@ -40,9 +49,9 @@ def run(argv: Sequence[str]) -> int:
         flags = _parser().parse_args(argv)
         if not 0.1 <= flags.interval <= 3600:
             raise UsageError("--interval must be from 0.1 to 3600")
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel:
-            watch = Watch(channel, server)
+            watch = ServerWatch(channel, server)
             show = _once if flags.once else _live if sys.stdout.isatty() else _listed
             show(watch, flags.interval)
         return 0
@@ -64,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "ctrl-C. Where stdout is no terminal, frames are written one after another.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser)
+    ServerAddress.add_operator_flags(parser)
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks; default: %(default)s"
     )
@@ -80,10 +89,10 @@ class Unseen(Exception):
         self.code = code
 
 
-class Watch:
+class ServerWatch:
     """Looks at one server."""
 
-    def __init__(self, channel: grpc.Channel, server: Server) -> None:
+    def __init__(self, channel: grpc.Channel, server: ServerAddress) -> None:
         self._stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._server = server
         self._looks: list[Look] = []  # the last two
@@ -116,14 +125,14 @@ class Watch:
         return [*trouble, *frame(self._looks[0] if len(self._looks) > 1 else birth(now), now, width)]
 
 
-def _once(watch: Watch, interval: float) -> None:
+def _once(watch: ServerWatch, interval: float) -> None:
     watch.look(once=True)
     time.sleep(interval)
     watch.look(once=True)
     _print(watch)
 
 
-def _listed(watch: Watch, interval: float) -> None:
+def _listed(watch: ServerWatch, interval: float) -> None:
     """One frame after another, for a file or a pipe."""
     while True:
         watch.look()
@@ -131,14 +140,14 @@ def _listed(watch: Watch, interval: float) -> None:
         time.sleep(interval)
 
 
-def _print(watch: Watch) -> None:
+def _print(watch: ServerWatch) -> None:
     """As wide as COLUMNS says, else 120. A blank line parts frames."""
     width = shutil.get_terminal_size((120, 40)).columns
     sys.stdout.write("\n".join([*watch.lines(width), "", ""]))
     sys.stdout.flush()
 
 
-def _live(watch: Watch, interval: float) -> None:
+def _live(watch: ServerWatch, interval: float) -> None:
     with _screen() as ended:
         while True:
             watch.look()

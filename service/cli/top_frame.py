@@ -98,7 +98,7 @@ def frame(before: Look, now: Look, width: int) -> list[str]:
         *_engine(load, between),
         *_front(load, between),
     ]
-    return [line[:width].rstrip() for label, told in rows for line in _lines(label, told, width)]
+    return [line[:width].rstrip() for label, cells in rows for line in _lines(label, cells, width)]
 
 
 def _server(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
@@ -109,14 +109,14 @@ def _server(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
 
 
 def _requests(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         f"{load.live_requests} live",
         f"{load.running} of {load.max_sequences} running",
         f"{load.queued_requests} of {load.queue_limit} queued",
         f"{load.paused} paused",
         f"{load.looking_requests} looking",
     )
-    yield _row("requests", told)
+    yield _row("requests", cells)
     ended = between.rates("ended_calls")
     yield _row("ended", (f"{code} {rate:.1f}/s" for code, rate in _first(ended, "OK")))
     refused = {reason: rate for reason, rate in between.rates("refused_requests").items() if rate}
@@ -125,12 +125,12 @@ def _requests(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row
 
 
 def _rates(between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         f"{between.rate('generated_tokens'):,.1f}/s generated",
         f"{between.rate('prompt_tokens'):,.1f}/s of prompts",
         f"{between.rate('cached_tokens'):,.1f}/s of them cached",
     )
-    yield _row("tokens", told)
+    yield _row("tokens", cells)
     guessed = between.rate("draft_proposed")
     if guessed:
         right = between.rate("draft_accepted")
@@ -140,10 +140,10 @@ def _rates(between: Between) -> Iterator[Row]:
 def _latencies(between: Between) -> Iterator[Row]:
     heads = "".join(f"{f'p{share * 100:g}':>11}" for share in _QUANTILES)
     yield _row("latency", (f"{'':16}{heads}{'count':>11}",))
-    for name, told in _TIMES:
+    for name, cells in _TIMES:
         borders, counts = between.counts(name)
         found = [_short(quantile(borders, counts, share)) for share in _QUANTILES]
-        yield _row("", (f"{told:16}{''.join(f'{value:>11}' for value in found)}{sum(counts):>11,}",))
+        yield _row("", (f"{cells:16}{''.join(f'{value:>11}' for value in found)}{sum(counts):>11,}",))
 
 
 def _pages(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
@@ -157,30 +157,30 @@ def _pages(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
 
 def _caches(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
     counts = between.rates("cache_counts")
-    told = []
+    cells = []
     for name, hits, lookups in (
         ("response", ("response_lookup.hit",), "response_lookup."),
         ("semantic", ("semantic_lookup.strict", "semantic_lookup.learned"), "semantic_lookup."),
     ):
         asked = sum(rate for key, rate in counts.items() if key.startswith(lookups))
         found = sum(counts.get(key, 0.0) for key in hits)
-        told.append(f"{name} {found / asked:.0%} found of {asked:.1f}/s" if asked else f"{name} -")
+        cells.append(f"{name} {found / asked:.0%} found of {asked:.1f}/s" if asked else f"{name} -")
     prompts = between.rate("prompt_tokens")
-    told.append(f"prefix {between.rate('cached_tokens') / prompts:.0%} of tokens" if prompts else "prefix -")
-    told.append(f"read along {counts.get('flight.follow', 0.0):.1f}/s")
-    yield _row("caches", told)
+    cells.append(f"prefix {between.rate('cached_tokens') / prompts:.0%} of tokens" if prompts else "prefix -")
+    cells.append(f"read along {counts.get('flight.follow', 0.0):.1f}/s")
+    yield _row("caches", cells)
     if load.cache_breakers:
         yield _row("redis", (f"{name} {_breaker(state)}" for name, state in sorted(load.cache_breakers.items())))
 
 
 def _engine(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         _STATES.get(load.state, "?"),
         f"{between.rate('steps'):,.1f} steps/s",
         f"{load.restarts} restarts",
         f"{load.preemptions} preemptions",
     )
-    yield _row("engine", told)
+    yield _row("engine", cells)
     if load.device_bytes:
         used = f"{_bytes(load.device_used_bytes)} of {_bytes(load.device_bytes)}"
         yield _row("gpu", (used, f"{load.device_used_bytes / load.device_bytes:.0%} used"))
@@ -204,14 +204,14 @@ def quantile(borders: list[float], counts: list[int], share: float) -> float | N
     return borders[-1] if borders else None
 
 
-def _row(label: str, told: Iterable[str]) -> Row:
-    return f"{label:{_LABEL}}", tuple(told)
+def _row(label: str, cells: Iterable[str]) -> Row:
+    return f"{label:{_LABEL}}", tuple(cells)
 
 
-def _lines(label: str, told: Sequence[str], width: int) -> Iterator[str]:
+def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
     """What does not fit beside the label goes on below."""
     line = label
-    for part in told:
+    for part in cells:
         if len(line) + len(part) > width and len(line) > _LABEL:
             yield line
             line = " " * _LABEL

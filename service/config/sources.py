@@ -91,12 +91,12 @@ def _flags(argv: Sequence[str]) -> dict[str, Any]:
 
 def _add_flag(group: Any, leaf: Leaf) -> None:
     """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch alone is turned on."""
-    shown = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
+    name = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
     text = f"{leaf.help}{_default(leaf.default)}".strip().replace("%", "%%")
     alone: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(leaf.default, bool) else {}
     unset = argparse.SUPPRESS
-    group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
-    if shown != leaf.name:
+    group.add_argument(f"--{name}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
+    if name != leaf.name:
         group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS, **alone)
 
 

@@ -136,7 +136,7 @@ class Draining(ServiceError):
         self.retry_after = retry_after  # seconds
 
 
-class Stopping(ServiceError):
+class ShuttingDown(ServiceError):
     """The process ends."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from service.core.admission.admission import Abortable, Admission
 from service.core.admission.quotas import FREE
 from service.core.answers.delivery import Messages, Outlet, Sink, Whole
 from service.core.answers.engine_answer import Charge
-from service.core.answers.lookup import AnswerSources, Findings
+from service.core.answers.lookup import AnswerSources, CacheFindings
 from service.core.answers.parsed_outlet import ParsedOutlet, with_marks
 from service.core.answers.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.answers.sources import AnswerSource
@@ -93,7 +93,7 @@ class Generator:
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header, ids[0])
-            call = _Call(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
+            call = _AnswersCall(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
             if request.answers == 1:
                 await self._deliver(found, origin, outlet, call)
             elif request.sampling.temperature == 0:
@@ -101,7 +101,7 @@ class Generator:
             else:
                 await self._deliver_all(found, origin, outlet, call)
 
-    async def _deliver(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
+    async def _deliver(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
         """One answer."""
         request, record = found.request, origin.record
         parser = self._model.answer_parser(request, found.engine_request.token_ids)
@@ -117,7 +117,7 @@ class Generator:
                 sink.close()
                 _note(record, found, source)
 
-    async def _deliver_all(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
+    async def _deliver_all(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
         """Several answers. All take their admission slots before the engine has begun any, so that a refusal is one of
         the whole."""
         count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
@@ -148,7 +148,7 @@ class Generator:
         return replace(request, priority=highest) if request.priority > highest else request
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _AnswersCall(msgspec.Struct, frozen=True):
     """What all answers of a call have in common."""
 
     prompt: PromptFacts
@@ -162,7 +162,7 @@ class _Reading:
 
     def __init__(
         self,
-        found: Findings,
+        found: CacheFindings,
         source: AnswerSource,
         sink: Sink,
         record: RecordBuilder,
@@ -180,14 +180,14 @@ class _Reading:
 
     async def _scored(self, prompt: PromptFacts) -> AnswerPart:
         """Delivers what comes before the answer. Its first part."""
-        ids, told = self._found.engine_request.token_ids, 1
+        ids, reported = self._found.engine_request.token_ids, 1
         while True:
             part = await self._source.next()
             scores = self._source.prompt_logprobs
             if scores:
                 await self._begin(prompt)
-                await self._sink.score(ids[told : told + len(scores)], scores)
-                told += len(scores)
+                await self._sink.score(ids[reported : reported + len(scores)], scores)
+                reported += len(scores)
             if part.token_ids or part.ending is not None:
                 return part
 
@@ -277,7 +277,7 @@ class _Reading:
         )
 
 
-def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
+def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> None:
     """What is known of the answer's source, however its reading ended."""
     record.submitted_at = source.submitted_at
     record.draft_proposed, record.draft_accepted = source.draft_proposed, source.draft_accepted

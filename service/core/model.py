@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
-from service.core.constraints import Constraints
+from service.core.constraints import ConstraintReader
 from service.core.errors import InvalidRequest, Violation
 from service.core.parsing.answer import AnswerParser
 from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer, TokenTexts
 from service.core.text.conversation import sent_texts
-from service.core.text.sandbox.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
+from service.core.text.sandbox.jobs import EncodeChat, EncodeText, JobRefused, pack, pack_ids, unpack_ids
 from service.core.text.sandbox.processes import TextProcesses
 from service.core.text.tokenizer import MOST_TEXT
 from service.core.validation import too_long
@@ -46,7 +46,7 @@ class ServedModel:
         self._engine = engine
         self._processes = processes
         self._formats = formats
-        self.constraints = Constraints(processes)
+        self.constraints = ConstraintReader(processes)
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
     @property
@@ -87,7 +87,7 @@ class ServedModel:
             if self._tokenizer.chat_here(prompt.messages, prompt.options):
                 return self._tokenizer.encode_chat(prompt.messages, prompt.options)
             return await self._ids("encode_chat", pack(EncodeChat(prompt.messages, prompt.options, most)), origin)
-        except (ChatTemplateError, Refusal) as error:
+        except (ChatTemplateError, JobRefused) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
     async def detokenize(self, ids: list[int], origin: Origin) -> str:
@@ -96,7 +96,7 @@ class ServedModel:
             return self._tokenizer.decode(ids)
         try:
             return (await self._processes.run("decode", pack_ids(ids), origin.deadline, origin.tenant)).decode()
-        except Refusal as error:
+        except JobRefused as error:
             raise InvalidRequest((Violation("token_ids", str(error)),)) from None
 
     async def _ids(self, kind: str, payload: bytes, origin: Origin) -> Sequence[int]:

@@ -73,7 +73,7 @@ class Delivery(msgspec.Struct, frozen=True):
     max_delay: float  # seconds
     # While many are served, messages hold whatever has come, and a token waits at most so many seconds for others of
     # its stream; None: how much a message holds is certain.
-    company: float | None = None
+    coalescing_delay: float | None = None
 
 
 class Output(msgspec.Struct, frozen=True):

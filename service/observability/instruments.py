@@ -10,7 +10,7 @@ from types import MappingProxyType
 from service.observability.access_log import AccessLog
 from service.observability.calls import CallCounts
 from service.observability.loop_lag import LoopLag
-from service.observability.progress import Progress
+from service.observability.progress import ProgressReporter
 from service.observability.recent import RecentErrors
 from service.observability.record import Observer, Observers, Sample
 
@@ -32,7 +32,7 @@ class Instruments:
         self.access = AccessLog(log_tenants)
         self.recent = RecentErrors()
         self.lag = LoopLag()
-        self.progress = Progress()
+        self.progress = ProgressReporter()
         self.traces = traces
         self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
         self.relays = Counter({"listening": 0, "deaths": 0})  # processes that speak gRPC beside the front

@@ -23,7 +23,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class MetricFamily:
     """Metrics with one name."""
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -67,19 +67,19 @@ EVENTS: Mapping[str, Counted] = {
 TIMES: Mapping[str, str] = {"response_lookup": "response", "semantic_lookup": "semantic", "block_fetch": "prefix"}
 
 
-def _counter(help: str, *labels: str) -> Family:
-    return Family("counter", labels, help)
+def _counter(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("counter", labels, help)
 
 
-def _gauge(help: str, *labels: str) -> Family:
-    return Family("gauge", labels, help)
+def _gauge(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("gauge", labels, help)
 
 
-def _histogram(help: str, *labels: str) -> Family:
-    return Family("histogram", labels, help)
+def _histogram(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("histogram", labels, help)
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, MetricFamily] = {
     # What runs
     "build_info": _gauge("The version that runs.", "version"),
     "model_info": _gauge(

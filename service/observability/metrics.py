@@ -11,7 +11,7 @@ from cache.api import BORDERS, Mode
 from engine.api import Engine, EngineLoad, EngineState
 from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.observability.calls import Rows
 from service.observability.histogram import Histogram
 from service.observability.instruments import Instruments
@@ -41,7 +41,7 @@ class Metrics:
         engine: Engine,
         admission: Admission,
         caches: AnswerCaches,
-        switches: Switches,
+        switches: OptimizationSwitches,
         model_name: str,
         instruments: Instruments,
         identity: Identity,
@@ -157,7 +157,7 @@ class Metrics:
         yield _by("cache_bytes", self._caches.held())
 
 
-def _optimizations(switches: Switches) -> Iterator[Metric]:
+def _optimizations(switches: OptimizationSwitches) -> Iterator[Metric]:
     every = switches.all()
     yield _by("optimization_enabled", {switch.name: int(switch.effective) for switch in every})
     yield _by("optimization_requested", {switch.name: int(switch.requested) for switch in every})
@@ -218,5 +218,5 @@ def _family(name: str, rows: Rows) -> Metric:
             metric.add_metric(labels, list(row.cumulative()), row.total)
         else:
             metric.add_metric(labels, row)
-    shown: Metric = metric
-    return shown
+    typed: Metric = metric
+    return typed

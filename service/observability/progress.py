@@ -16,7 +16,7 @@ _UNSEEN = {"imports"}  # phases that say nothing to a reader
 _log = logging.getLogger(__name__)
 
 
-class Progress:
+class ProgressReporter:
     """Takes reports of one phase after another; the last report of each has done == total."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

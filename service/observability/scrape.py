@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from service.transport.port.http1 import MAX_HEAD, Exchange, Refused, Request, Site, parse_head, response
+from service.transport.port.http1 import MAX_HEAD, Exchange, RequestHead, RequestRefused, Site, parse_head, response
 from service.transport.port.surplus import Host, first_to_go
 from service.transport.ports import cannot_listen
 from service.transport.process.descriptors import SIDE_PORT
@@ -176,7 +176,7 @@ class MetricsPort:
                     head = await _head(reader)
                 writer.close()
                 await writer.wait_closed()
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if writer is not None:
                 writer.write(refusal.response())
                 writer.close()
@@ -207,19 +207,19 @@ class MetricsPort:
             protocol.head, protocol.repeat = head, partial(_repeat, exchange, client)
         return exchange.keeps
 
-    async def _answer(self, request: Request, exchange: Exchange) -> None:
+    async def _answer(self, request: RequestHead, exchange: Exchange) -> None:
         if request.path != PATH:
             if self._site is None:
-                raise Refused(404, "there is /metrics")
+                raise RequestRefused(404, "there is /metrics")
             await self._site.answer(exchange)
             return
         if request.method not in ("GET", "HEAD"):
-            raise Refused(405, "GET it")
+            raise RequestRefused(405, "GET it")
         try:
             kind, body = await self._page(request.headers.get("accept", ""))
         except Exception as error:
             _log.error("the metrics could not be read: %s", type(error).__name__)
-            raise Refused(500, "see the log") from None
+            raise RequestRefused(500, "see the log") from None
         exchange.writer.write(response(200, kind, body, bodiless=request.method == "HEAD"))
 
     async def _page(self, accept: str) -> tuple[str, bytes]:
@@ -274,7 +274,7 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise Refused(431, "too long") from None
+        raise RequestRefused(431, "too long") from None
 
 
 class _Snapshot(Collector):

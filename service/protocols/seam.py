@@ -18,7 +18,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.operations.draining import Drain
 from service.core.operations.profiling import Profiler
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text.archive import TokenizerArchive
 from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
@@ -41,7 +41,7 @@ class UseCases:
     tokenizer_files: TokenizerArchive
     admission: Admission
     drain: Drain
-    switches: Switches
+    switches: OptimizationSwitches
     caches: AnswerCaches
     flusher: Flusher
     profiler: Profiler

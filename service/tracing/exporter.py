@@ -122,14 +122,14 @@ class TraceExporter:
             try:
                 response = await self._send(message, timeout=_TIMEOUT)
             except grpc.aio.AioRpcError as error:
-                self._told(error.code().name)
+                self._report(error.code().name)
                 if error.code() not in _PASSING:
                     return "refused"
                 if self._closing.is_set():
                     return "shutdown"
                 continue
             refused = response.partial_success.rejected_spans > 0
-            self._told("some spans are refused" if refused else "")
+            self._report("some spans are refused" if refused else "")
             return "refused" if refused else "exported"
         return "failed"
 
@@ -152,7 +152,7 @@ class TraceExporter:
         except TimeoutError:
             pass
 
-    def _told(self, trouble: str) -> None:
+    def _report(self, trouble: str) -> None:
         """One line when it begins, and one when it is over."""
         if trouble and not self._failing:
             _log.warning("traces: %s does not take them: %s", self._address, trouble)

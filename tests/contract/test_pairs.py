@@ -29,7 +29,7 @@ from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer
 from engine.execution.step_state import Parts
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import FREE, progress
 from tests.contract.pairs import (
     FEATURES,
@@ -64,7 +64,7 @@ class Path:
 
     name: str
     settings: EngineSettings
-    prepared: Prepared
+    prepared: PreparedModel
     runner: ModelRunner
     truth: ModelRunner
     alone: dict[GenerationRequest, Answer] = field(default_factory=dict)

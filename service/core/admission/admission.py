@@ -19,7 +19,7 @@ from typing import Protocol
 from engine.errors import Aborted
 from service.config.settings import LimitOptions
 from service.core.admission.admission_slots import AdmissionSlots
-from service.core.admission.pace import Stay
+from service.core.admission.pace import RequestDuration
 from service.core.admission.quotas import Quotas
 from service.core.errors import Draining, DuplicateRequest, Reason, UnknownRequest
 
@@ -99,7 +99,7 @@ class Admission:
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
-        self._stay = Stay()
+        self._stay = RequestDuration()
         self._in_lookup = 0
         self._unnamed = itertools.count()
         self._draining = False

@@ -15,7 +15,7 @@ from engine.api import Priority
 from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.admission.fair_queue import FairQueue, Waiting
-from service.core.admission.pace import Departures, Returns, Stay, retry_hint
+from service.core.admission.pace import Departures, RequestDuration, Returns, retry_hint
 from service.core.errors import Overloaded, Reason
 
 DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
@@ -101,7 +101,7 @@ class AdmissionSlots:
         self._taken = 0
         self._queue = FairQueue()
         self._departures = Departures()
-        self._stay = Stay(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
+        self._stay = RequestDuration(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
         self._returns = Returns()
         self._misses = _Recent(_MISSES_RATE, clock)  # of the caches, while the queue was full
         self._read = _Recent(_READ_RATE, clock)  # requests that were read and found the queue full

@@ -45,7 +45,7 @@ class Departures:
         self._last = self._waited_since = now if saturated else None
 
 
-class Stay:
+class RequestDuration:
     """How long requests are live."""
 
     def __init__(self, presumed: float = 0.0) -> None:

@@ -30,7 +30,7 @@ _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
 
-def company(streams: int, most: float, stormed: bool) -> float:
+def coalescing_delay(streams: int, most: float, stormed: bool) -> float:
     """Seconds that a token waits for others of its stream while so many run, `most` at most: all together send ten
     thousand messages a second and no more, which is what a front can do; a quarter of that while it is `stormed`."""
     if streams <= MANY:
@@ -159,10 +159,10 @@ class Messages:
         `live`: how many requests there are."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
-        self.batch = Delivery(1, 0.0, request.delivery.company) if stops else request.delivery
+        self.batch = Delivery(1, 0.0, request.delivery.coalescing_delay) if stops else request.delivery
         self._outlet = outlet
         self.limit = request.delivery.max_tokens
-        self._sized = request.delivery.company is None
+        self._sized = request.delivery.coalescing_delay is None
         self._live = live
         self._delay = request.delivery.max_delay if stops or gather else 0.0
         self._keep_ids = _sends_ids(request)

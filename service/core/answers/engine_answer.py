@@ -9,7 +9,7 @@ from types import TracebackType
 
 from msgspec.structs import replace
 
-from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, LeaderRefused
 from engine.api import (
     Engine,
     Finish,
@@ -50,7 +50,7 @@ class EngineAnswer:
         whole: Callable[[CachedCompletion], None] | None = None,
         charge: Charge = None,
         patience: Patience | None = None,
-        company: Callable[[float], float] | None = None,
+        coalescing_delay: Callable[[float], float] | None = None,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -67,7 +67,9 @@ class EngineAnswer:
         self._whole = whole  # is given the answer when it is complete
         self._charge = charge
         self._patience = patience  # of its reader; None: those who read it have each their own
-        self._company = company  # seconds that tokens wait for each other, of so many at most; None: they do not
+        self._coalescing_delay = (
+            coalescing_delay  # seconds that tokens wait for each other, of so many at most; None: they do not
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
@@ -118,9 +120,9 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
-        if self._company is not None and self._count:  # the first tokens wait for nobody
-            watched = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
-            delay = 0.0 if watched else self._company(self._batch.company or 0.0)
+        if self._coalescing_delay is not None and self._count:  # the first tokens wait for nobody
+            interactive = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
+            delay = 0.0 if interactive else self._coalescing_delay(self._batch.coalescing_delay or 0.0)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()
@@ -164,7 +166,7 @@ class EngineAnswer:
 
     def refuse(self, error: Overloaded) -> None:
         """Its place goes to somebody else, at once; the reader gets the error, one who reads for others as Refused."""
-        self._refusal = Refused(error) if self._patience is None else error
+        self._refusal = LeaderRefused(error) if self._patience is None else error
         self.abort("")
         self._leave()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cache.api import Kind, StoreFault
+from cache.api import EntryKind, StoreFault
 from cache.open.caches import Caches
 from engine.errors import EngineUnavailable
 from service.core.answers.caches import AnswerCaches
 from service.core.errors import CacheUnavailable
 
-ANSWERS = (Kind.RESPONSE, Kind.SEMANTIC)
+ANSWERS = (EntryKind.RESPONSE, EntryKind.SEMANTIC)
 _RETRY = 1.0  # seconds
 
 
@@ -20,7 +20,7 @@ class Flush:
     """What to forget."""
 
     tenant: str  # empty: everybody's
-    kinds: tuple[Kind, ...]  # empty: all that belongs to a tenant
+    kinds: tuple[EntryKind, ...]  # empty: all that belongs to a tenant
     entry_id: str  # empty: all
 
 

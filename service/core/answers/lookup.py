@@ -19,20 +19,30 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
+from cache.api import (
+    LINGER,
+    Allowance,
+    AnswerPart,
+    CachedCompletion,
+    LeaderRefused,
+    Mode,
+    Question,
+    SemanticLookup,
+    SemanticTurn,
+)
 from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.delivery import company
+from service.core.answers.delivery import coalescing_delay
 from service.core.answers.engine_answer import Charge, EngineAnswer, Patience
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
-from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
+from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, OptimizationSwitches
 from service.observability.record import RecordBuilder
 
 _NO = Access(False, False)
@@ -44,13 +54,13 @@ MakeRequest = Callable[[bytes, bool], GenerationRequest]  # of a prefix root, an
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CachePlan:
     """What a request does with the caches."""
 
     caches: Caches
     allowance: Allowance
     question: Question
-    turn: Turn | None
+    turn: SemanticTurn | None
     response: Access
     semantic: Access  # neither where there is no turn
 
@@ -60,13 +70,13 @@ class Plan:
         return self.response.write or self.semantic != _NO
 
 
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
+class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
     """What the caches have for a request, and what the engine would be asked otherwise."""
 
     request: Request
     engine_request: GenerationRequest
     outcome: CacheOutcome
-    plan: Plan | None = None  # None: the caches are not used
+    plan: CachePlan | None = None  # None: the caches are not used
     hit: CachedCompletion | None = None
     similar: SemanticLookup | None = None
     shared: bool = False  # others who ask the same read the same generation
@@ -89,7 +99,12 @@ class AnswerSources:
     """Finds answers, or has them generated."""
 
     def __init__(
-        self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, slots: AdmissionSlots
+        self,
+        model: ServedModel,
+        engine: Engine,
+        caches: AnswerCaches,
+        switches: OptimizationSwitches,
+        slots: AdmissionSlots,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -111,12 +126,12 @@ class AnswerSources:
         )
         return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> Findings:
+    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> CacheFindings:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            return Findings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
+            return CacheFindings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(origin.tenant, allowance)
         # Without a partition nobody can say whose keys and values these are.
@@ -126,15 +141,15 @@ class AnswerSources:
         semantic = self._access(request.cache.semantic, SEMANTIC_CACHE)
         if response == semantic == _NO or not cacheable(request):
             outcome = CacheOutcome(header="off" if response == semantic == _NO else "bypass")
-            return Findings(request=request, engine_request=engine_request, outcome=outcome)
+            return CacheFindings(request=request, engine_request=engine_request, outcome=outcome)
         question = question_of(request, engine_request, origin.tenant)
         wished = request.cache.semantic is not None
         turn = None if semantic == _NO else turn_of(request, question, origin.caller, wished)
-        plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
+        plan = CachePlan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(request, engine_request, plan, begun)
 
     def open(
-        self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
+        self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
         """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
         the block lets go of it. Entering raises DeadlineExceeded or Overloaded where it would have to
@@ -149,7 +164,7 @@ class AnswerSources:
 
     @asynccontextmanager
     async def _stored(
-        self, found: Findings, hit: CachedCompletion, origin: Origin, limit: int
+        self, found: CacheFindings, hit: CachedCompletion, origin: Origin, limit: int
     ) -> AsyncIterator[AnswerSource]:
         marked = bool(self._model.marks(found.request))
         detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, hit, limit, marked) else None
@@ -161,7 +176,7 @@ class AnswerSources:
 
     @asynccontextmanager
     async def _shared(
-        self, found: Findings, plan: Plan, origin: Origin, batch: Delivery, charge: Charge
+        self, found: CacheFindings, plan: CachePlan, origin: Origin, batch: Delivery, charge: Charge
     ) -> AsyncIterator[AnswerSource]:
         if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
             self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
@@ -183,7 +198,7 @@ class AnswerSources:
 
     def _generated(
         self,
-        found: Findings,
+        found: CacheFindings,
         engine_request: GenerationRequest,
         batch: Delivery,
         take_slot: TakeSlot,
@@ -208,11 +223,11 @@ class AnswerSources:
             learn if learns else None,
             charge,
             patience,
-            self._company if batch.company is not None else None,
+            self._coalescing_delay if batch.coalescing_delay is not None else None,
         )
 
-    def _company(self, most: float) -> float:
-        return company(self._slots.running, most, self._slots.stormed)
+    def _coalescing_delay(self, most: float) -> float:
+        return coalescing_delay(self._slots.running, most, self._slots.stormed)
 
     def _patience(self, origin: Origin) -> Patience:
         return partial(self._slots.patience, origin.arrived_at)
@@ -226,7 +241,7 @@ class AnswerSources:
         try:
             return self._take_slot(request, origin)
         except (DeadlineExceeded, Overloaded) as error:
-            raise Refused(error) from None
+            raise LeaderRefused(error) from None
 
     def _access(self, asked: Access | None, switch: str) -> Access:
         if not self._switches.on(switch):
@@ -236,10 +251,10 @@ class AnswerSources:
         return _BOTH if asked is None else asked
 
     async def _ask_caches(
-        self, request: Request, engine_request: GenerationRequest, plan: Plan, begun: float
-    ) -> Findings:
-        def findings(outcome: CacheOutcome, **found: Any) -> Findings:
-            return Findings(request=request, engine_request=engine_request, outcome=outcome, plan=plan, **found)
+        self, request: Request, engine_request: GenerationRequest, plan: CachePlan, begun: float
+    ) -> CacheFindings:
+        def findings(outcome: CacheOutcome, **found: Any) -> CacheFindings:
+            return CacheFindings(request=request, engine_request=engine_request, outcome=outcome, plan=plan, **found)
 
         asked = plan.response.read or plan.semantic.read
         serves = self._caches.semantic_mode is Mode.ON and plan.semantic.read
@@ -266,7 +281,7 @@ class AnswerSources:
         outcome = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
         return findings(outcome, similar=similar, shared=plan.learns and _shareable(request, plan))
 
-    async def _learn(self, plan: Plan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
+    async def _learn(self, plan: CachePlan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
         """Off the request's path: stores the answer, and lets the semantic cache see what it would have said."""
         if plan.response.write:
             await plan.caches.responses.put(plan.question, whole)
@@ -281,7 +296,7 @@ class AnswerSources:
             await semantic.put(plan.turn, whole)
 
     async def _audit(
-        self, request: Request, plan: Plan, engine_request: GenerationRequest, similar: SemanticLookup
+        self, request: Request, plan: CachePlan, engine_request: GenerationRequest, similar: SemanticLookup
     ) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
         semantic, turn, counters = plan.caches.semantic, plan.turn, self._caches.counters
@@ -303,7 +318,7 @@ class AnswerSources:
         try:
             while (await answer.next()).ending is None:
                 pass
-        except (EngineError, Overloaded, Refused):
+        except (EngineError, Overloaded, LeaderRefused):
             counters.count("semantic_audit", "failed")
         finally:
             answer.close()
@@ -328,21 +343,23 @@ async def _reading(
         answer.close()
 
 
-def _shareable(request: Request, plan: Plan) -> bool:
+def _shareable(request: Request, plan: CachePlan) -> bool:
     """Whether this request's generation would do for others who ask the same, and theirs for it."""
     own_way = request.time_budget is not None or request.cache.bypass_prefix
     fresh = request.cache.max_age is not None and request.cache.max_age < LINGER
     return plan.response == _BOTH and not own_way and not fresh
 
 
-def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
+def _needs_cuts(found: CacheFindings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
     """Whether a stored part may have to be cut, for messages of at most `limit` tokens, or for `marks` in its text."""
     sizes = [len(part.token_ids) for part in hit.parts]
     return found.request.output.text and (marks or limit < sum(sizes)) and max(sizes) > 1
 
 
 def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
-    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.company)
+    return Delivery(
+        min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.coalescing_delay
+    )
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import astuple
 
-from cache.api import Parameter, Question, Turn
+from cache.api import Parameter, Question, SemanticTurn
 from engine.api import GenerationRequest
 from service.core.request import ChatPrompt, Request, TextPrompt
 from service.core.text import NO_OPTIONS, ChatMessage
@@ -53,7 +53,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
     )
 
 
-def turn_of(request: Request, question: Question, caller: str, wished: bool) -> Turn | None:
+def turn_of(request: Request, question: Question, caller: str, wished: bool) -> SemanticTurn | None:
     """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
     wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
     must be equal."""
@@ -65,14 +65,14 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
         if last.role != _USER or not last.simple:
             return None
         options = () if prompt.options == NO_OPTIONS else (astuple(prompt.options),)
-        context: Parameter = ("chat", tuple(_said(message) for message in before), *options)
+        context: Parameter = ("chat", tuple(_message_parameter(message) for message in before), *options)
         text, plain = last.content, not prompt.options.tools
     elif isinstance(prompt, TextPrompt) and wished:
         ends = _ENDS.search(prompt.text[-_END:])
         context, text, plain = ("text", ends[0] if ends else ""), prompt.text, True
     else:
         return None
-    return Turn(
+    return SemanticTurn(
         question=question,
         context=context,
         text=text,
@@ -83,6 +83,6 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
     )
 
 
-def _said(message: ChatMessage) -> Parameter:
+def _message_parameter(message: ChatMessage) -> Parameter:
     simple: Parameter = (message.role, message.content)
     return simple if message.simple else tuple(astuple(message))

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
+from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, LeaderRefused, Unfinished
 from engine.api import Finish, Start, TokenLogprob
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from service.core.answers.engine_answer import EngineAnswer, Patience
@@ -133,7 +133,7 @@ class SharedAnswer:
             if self._error is not None and self._task is not None and self._task.uncancel() == 0:
                 raise self._error from None
             raise
-        except Refused as refused:
+        except LeaderRefused as refused:
             raise refused.reason from None
         except (Unfinished, Diverged) as error:
             raise EngineUnavailable(str(error), _RETRY) from None

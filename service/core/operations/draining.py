@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 
 from service.core.admission.admission import Admission
-from service.core.errors import Stopping
+from service.core.errors import ShuttingDown
 
 
 class Drain:
@@ -53,7 +53,7 @@ class Drain:
     def undo(self) -> None:
         """In service again, as if nothing had been. Raises Stopping where the process is to end."""
         if self._for_good:
-            raise Stopping
+            raise ShuttingDown
         self._stop_timer()
         self._begun = False
         self._refuses.clear()

@@ -22,7 +22,7 @@ from service.config.leaves import Leaf, leaves
 from service.config.settings import BadSettings, Settings
 from service.config.sources import config_files
 from service.core.answers.caches import AnswerCaches, checked
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 
 LIVE_CACHE = frozenset(
     {
@@ -48,7 +48,7 @@ class Reloader:
         settings: Settings,
         read: Callable[[], Settings],  # as they are now; raises BadSettings
         engine: Engine,
-        switches: Switches,
+        switches: OptimizationSwitches,
         caches: AnswerCaches,
         counts: Counter[str],  # `reloads`, `failures`
         interval: float = _INTERVAL,

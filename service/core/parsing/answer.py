@@ -57,19 +57,19 @@ class AnswerParser:
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
         if self._calls is None:
-            return _said(Parsed(text, thought))
-        return _said(self._calls.feed(text)._replace(reasoning=thought))
+            return _flagged(Parsed(text, thought))
+        return _flagged(self._calls.feed(text)._replace(reasoning=thought))
 
     def end(self) -> Parsed:
         """What was held. Call it once."""
         thought, text = self._reasoning.end() if self._reasoning is not None else ("", "")
         if self._calls is None:
-            return _said(Parsed(text, thought))
+            return _flagged(Parsed(text, thought))
         first, last = self._calls.feed(text), self._calls.end()
-        return _said(Parsed(first.text + last.text, thought, first.calls + last.calls))
+        return _flagged(Parsed(first.text + last.text, thought, first.calls + last.calls))
 
 
-def _said(found: Parsed) -> Parsed:
+def _flagged(found: Parsed) -> Parsed:
     """Without the markers of what was none in the end."""
     if found.text.isascii() and found.reasoning.isascii():
         return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from service.core.parsing.answer import MAX_HELD, CallDelta, Parsed, held_back
 from service.core.parsing.call_object import CallObject
-from service.core.parsing.json_text import JsonValue, Step
+from service.core.parsing.json_text import JsonStep, JsonValue
 
 _BLANK = " \t\n\r"
 _LONGEST_NAME = 256  # characters
@@ -55,7 +55,7 @@ class CallParser:
         self._closed = False  # there was what is behind each
         self._listed = False
         self._count = 0  # calls
-        self._said: list[str] = []
+        self._plain: list[str] = []
         self._calls: list[CallDelta] = []
 
     def feed(self, text: str) -> Parsed:
@@ -75,8 +75,8 @@ class CallParser:
 
     def _taken(self) -> Parsed:
         self._give()
-        found = Parsed("".join(self._said), "", tuple(self._calls))
-        self._said, self._calls = [], []
+        found = Parsed("".join(self._plain), "", tuple(self._calls))
+        self._plain, self._calls = [], []
         return found
 
     # Each of these reads a character, and says whether it has taken it; else another is to look at it.
@@ -92,12 +92,12 @@ class CallParser:
             self._held.clear()
         found = text.find(opens, at)
         if found >= 0:
-            self._said.append(text[at:found])
+            self._plain.append(text[at:found])
             self._read = self._opened
             self._hold(opens)
             return before + found + len(opens)
         kept = len(text) - held_back(text[at:], self._marker)
-        self._said.append(text[at:kept])
+        self._plain.append(text[at:kept])
         if kept < len(text):
             self._held.append(text[kept:])
         return end
@@ -150,10 +150,10 @@ class CallParser:
     def _arguments(self, char: str) -> bool:
         assert self._value is not None
         step = self._value.step(char)
-        if step is Step.WRONG:
+        if step is JsonStep.WRONG:
             return self._back()
         self._object.arguments.append(char)
-        if step is Step.LAST:
+        if step is JsonStep.LAST:
             self._over()
         return True
 
@@ -161,13 +161,13 @@ class CallParser:
         call = self._object
         known = len(call.arguments)
         step = call.step(char)
-        if step is Step.WRONG:
+        if step is JsonStep.WRONG:
             return self._back()
         if call.begun and not self._begun:
             self._begin_call()
         elif not self._begun or len(call.arguments) == known:
             self._hold(char)
-        if step is Step.LAST:
+        if step is JsonStep.LAST:
             self._over()
         return True
 
@@ -240,7 +240,7 @@ class CallParser:
 
     def _revert(self) -> None:
         self._give()
-        self._said.extend(self._held)
+        self._plain.extend(self._held)
         self._drop()
         self._begun = self._listed = False
         self._read = self._text

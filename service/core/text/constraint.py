@@ -18,7 +18,7 @@ import msgspec
 from engine.constraints.bounds import OutOfBounds, check_ebnf, check_regex, check_schema, on_own_stack
 from engine.constraints.grammars import limits
 from engine.constraints.vocabulary import read_vocabulary
-from service.core.text.sandbox.jobs import Refusal
+from service.core.text.sandbox.jobs import JobRefused
 from service.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -63,11 +63,11 @@ def _made(job: ConstraintJob) -> str:
     try:
         return _MAKERS[job.kind](job.texts)
     except OutOfBounds as error:
-        raise Refusal(str(error)) from None
+        raise JobRefused(str(error)) from None
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what a panic in llguidance, which is Rust, is raised as
             raise
-        raise Refusal("cannot be processed") from None
+        raise JobRefused("cannot be processed") from None
 
 
 @lru_cache(maxsize=1)
@@ -80,30 +80,30 @@ def _go_last() -> None:
 def _of_schema(texts: tuple[str, ...]) -> str:
     schema = _parsed(texts[0])
     if schema is False:
-        raise Refusal("allows nothing")
+        raise JobRefused("allows nothing")
     if schema is True:
         return _checked(_grammar("{}"))
     if not isinstance(schema, dict):
-        raise Refusal("is neither a JSON object nor true")
+        raise JobRefused("is neither a JSON object nor true")
     check_schema(schema)
     fault = _fault(_grammar(texts[0]))
     if fault:
-        raise Refusal(_located(schema, fault))
+        raise JobRefused(_located(schema, fault))
     return _grammar(texts[0])
 
 
 def _parsed(text: str) -> object:
     def refuse(constant: str) -> None:
-        raise Refusal(f"is not JSON: {constant} is no number")
+        raise JobRefused(f"is not JSON: {constant} is no number")
 
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise Refusal(f"is not JSON: {error.msg}, line {error.lineno}, column {error.colno}") from None
+        raise JobRefused(f"is not JSON: {error.msg}, line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise Refusal(_NESTED) from None
+        raise JobRefused(_NESTED) from None
     except ValueError as error:  # an integer of thousands of digits
-        raise Refusal(f"is not JSON: {_one_line(str(error))}") from None
+        raise JobRefused(f"is not JSON: {_one_line(str(error))}") from None
 
 
 def _grammar(schema: str) -> str:
@@ -112,7 +112,7 @@ def _grammar(schema: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_STYLE)  # type: ignore[arg-type]
     except ValueError as error:
-        raise Refusal(_NESTED if "recursion" in str(error) else f"is not JSON: {_one_line(str(error))}") from None
+        raise JobRefused(_NESTED if "recursion" in str(error) else f"is not JSON: {_one_line(str(error))}") from None
 
 
 def _located(schema: dict[str, Any], fault: str) -> str:
@@ -177,9 +177,9 @@ def _of_ebnf(texts: tuple[str, ...]) -> str:
     try:
         lark = any_to_lark(texts[0])
     except RecursionError:
-        raise Refusal(_NESTED) from None
+        raise JobRefused(_NESTED) from None
     except Exception as error:  # its own, plain ones, and those of texts that end too early
-        raise Refusal(_one_line(str(error)) or "cannot be read") from None
+        raise JobRefused(_one_line(str(error)) or "cannot be read") from None
     check_ebnf(lark)
     return _checked(LLMatcher.grammar_from_lark(lark))
 
@@ -196,7 +196,7 @@ _MAKERS: dict[str, Callable[[tuple[str, ...]], str]] = {
 def _checked(grammar: str) -> str:
     fault = _fault(grammar)
     if fault:
-        raise Refusal(fault)
+        raise JobRefused(fault)
     return grammar
 
 

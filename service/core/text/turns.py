@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 
 
-class Turns:
+class FairTurns:
     """Grants `count` turns at a time, at most `each` of them to one sender (None: all). Belongs to one event loop."""
 
     def __init__(self, count: int, each: int | None = None) -> None:

@@ -23,7 +23,7 @@ from service.pb.whippet.v1 import admin_pb2, generation_pb2
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION
 from service.transport.call.context import Context, Trailers
 from service.transport.call.errors import forget_frames
-from service.transport.port.http1 import Exchange, Refused, head, response
+from service.transport.port.http1 import Exchange, RequestRefused, head, response
 
 JSON = "application/json"
 LINES = "application/x-ndjson"
@@ -79,14 +79,14 @@ ROUTES: Mapping[str, Route] = {
 }
 
 
-class Details(NamedTuple):
+class ConsoleCallDetails(NamedTuple):
     """What a handler is looked up by. As grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
 
 
-class Presented:
+class ConsoleCredentials:
     """What an exchange brings to say who makes it."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -100,7 +100,7 @@ class Presented:
         return self.exchange.names
 
 
-class HttpCall(Presented):
+class HttpCall(ConsoleCredentials):
     """A Context whose caller speaks HTTP."""
 
     def __init__(self, exchange: Exchange, route: Route) -> None:
@@ -131,8 +131,8 @@ class HttpCall(Presented):
         self._unread = False
         try:
             return await self.exchange.body()
-        except (Refused, asyncio.IncompleteReadError) as error:
-            raise _wrong(str(error) if isinstance(error, Refused) else "the body is cut") from None
+        except (RequestRefused, asyncio.IncompleteReadError) as error:
+            raise _wrong(str(error) if isinstance(error, RequestRefused) else "the body is cut") from None
         finally:
             self.received.set()
 
@@ -143,8 +143,8 @@ class HttpCall(Presented):
                 await self.body()
 
     async def write(self, message: bytes, /) -> None:
-        shown = MessageToDict(self._route.response.FromString(message), preserving_proto_field_name=True)
-        await self._write(shown)
+        reply = MessageToDict(self._route.response.FromString(message), preserving_proto_field_name=True)
+        await self._write(reply)
 
     async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None:
         self._begin(dict(metadata))
@@ -159,12 +159,12 @@ class HttpCall(Presented):
             writer.write(refusal(code, error))
         raise grpc.aio.AbortError
 
-    async def _write(self, shown: object) -> None:
+    async def _write(self, reply: object) -> None:
         writer = self.exchange.writer
         if writer.is_closing():
             raise grpc.aio.InternalError("the client has gone")
         self._begin({})
-        writer.write(_line(shown))
+        writer.write(_line(reply))
         await writer.drain()
 
     def _begin(self, headers: Mapping[str, str]) -> None:
@@ -173,7 +173,7 @@ class HttpCall(Presented):
             self.exchange.writer.write(head(200, {"Content-Type": LINES, **SAFE, **headers}))
 
 
-class Calls:
+class ConsoleCalls:
     """Runs handlers of gRPC for exchanges."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
@@ -183,7 +183,7 @@ class Calls:
     async def run(self, exchange: Exchange, route: Route) -> None:
         """Answers the exchange. A client that goes away cancels the handler, as it does over gRPC."""
         call = HttpCall(exchange, route)
-        body = self._body(Details(route.method, call.invocation_metadata()))
+        body = self._body(ConsoleCallDetails(route.method, call.invocation_metadata()))
         exchange.hold()
         handling = asyncio.ensure_future(_handle(body, call))
         leaving = asyncio.ensure_future(_gone(call))
@@ -196,7 +196,7 @@ class Calls:
             exchange.release()
         await call.drain()
 
-    def _body(self, details: Details) -> Body:
+    def _body(self, details: ConsoleCallDetails) -> Body:
         found = next(
             method
             for handler in self._handlers
@@ -269,5 +269,5 @@ def refusal(code: grpc.StatusCode, error: Mapping[str, object]) -> bytes:
     return response(status, JSON, msgspec.json.encode({"error": error}), headers={**SAFE, **known})
 
 
-def _line(shown: object) -> bytes:
-    return msgspec.json.encode(shown) + b"\n"
+def _line(reply: object) -> bytes:
+    return msgspec.json.encode(reply) + b"\n"

@@ -21,7 +21,7 @@ from service.transport.port.http1 import KEPT, response
 _LASTS = 1.0  # seconds
 
 
-class State:
+class ConsoleState:
     """Made once a second at most, however many pages ask."""
 
     def __init__(self, cases: UseCases, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,8 +41,8 @@ class State:
             self._made, self._responses = {}, {}
         if rights not in self._made:
             looks = not RIGHTS[ADMIN]["GetLoad"].isdisjoint(rights)
-            shown = self._whole if looks else b"null"
-            self._made[rights] = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), shown)
+            state = self._whole if looks else b"null"
+            self._made[rights] = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), state)
         return self._made[rights]
 
     def response(self, rights: Rights) -> bytes:

@@ -12,7 +12,7 @@ from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.sampling import Parameters, from_json, from_parameters
 from service.protocols.open_inference.tensors import LACKING, OUTPUTS, TEXT, Value, read_inputs
-from service.protocols.wishes import read_answers, read_request_id, read_sampling, read_stops
+from service.protocols.sampling_fields import read_answers, read_request_id, read_sampling, read_stops
 
 VERSION = "1"
 _SAMPLING = "sampling_parameters"
@@ -27,7 +27,7 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"  # a parameter: in a stream 
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ParsedInference:
     """A request, and what its answer looks like on the wire."""
 
     request: Request
@@ -44,7 +44,7 @@ def check_model(name: str, version: str, facts: ModelFacts) -> None:
         raise UnknownModel(f"{name}:{version}" if version else name, facts.name)
 
 
-def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) -> Question:
+def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) -> ParsedInference:
     """`streams`: the RPC can send an answer in pieces. Raises UnknownModel, InvalidRequest or Unimplemented."""
     check_model(message.model_name, message.model_version, facts)
     for tensor in message.inputs:
@@ -61,26 +61,26 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
     without_prompt = bool(inputs.get("exclude_input_in_output", streamed))
     if streamed and not without_prompt:
         found.add("inputs[exclude_input_in_output]", "must be true where the answer is streamed")
-    wishes = _parameters(message, inputs, found)
+    parameters = _parameters(message, inputs, found)
     request = Request(
         request_id=read_request_id("", found),  # ids of this protocol need not differ, those of live requests must
         prompt=TextPrompt(text),
-        sampling=read_sampling(wishes.sampling(), facts, found, f"{_SAMPLING}."),
-        stops=read_stops(wishes.stops(), facts, found, f"{_SAMPLING}."),
-        output=Output(True, False, None, skip_special=wishes.skip_special),
+        sampling=read_sampling(parameters.sampling(), facts, found, f"{_SAMPLING}."),
+        stops=read_stops(parameters.stops(), facts, found, f"{_SAMPLING}."),
+        output=Output(True, False, None, skip_special=parameters.skip_special),
         priority=Priority.NORMAL,
         time_budget=None,
         delivery=Delivery(1, 0.0, COMPANY),
         cache=CacheUse(),
-        seeded=wishes.seeded,
-        constraint=wishes.constraint(),
-        answers=read_answers(wishes.answers, None, found, f"{_SAMPLING}.n"),
+        seeded=parameters.seeded,
+        constraint=parameters.constraint(),
+        answers=read_answers(parameters.answers, None, found, f"{_SAMPLING}.n"),
     )
     if streams and request.answers > 1:
         found.add(f"{_SAMPLING}.n", "must be 1 in ModelStreamInfer: ModelInfer gives several answers")
     outputs = _outputs(message, inputs, found)
     found.raise_any()
-    return Question(request, message.id, facts.name, streamed, "" if without_prompt else text, outputs)
+    return ParsedInference(request, message.id, facts.name, streamed, "" if without_prompt else text, outputs)
 
 
 def _text(value: Value | None, found: Violations) -> str:

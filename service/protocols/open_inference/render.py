@@ -8,25 +8,25 @@ from engine.api import FinishReason
 from service.core.answers.delivery import AnswerMessage
 from service.core.request import ModelFacts
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.open_inference.parse import VERSION, Question
+from service.protocols.open_inference.parse import VERSION, ParsedInference
 from service.protocols.open_inference.tensors import INPUTS, OUTPUTS, add_output
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishReason.LENGTH: "length"}
 
 
-def whole(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
+def whole(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
     """What is not streamed: an element for each answer."""
     return _response(sorted(messages, key=lambda one: one.number), question)
 
 
-def piece(message: AnswerMessage, question: Question) -> pb.ModelStreamInferResponse:
+def piece(message: AnswerMessage, question: ParsedInference) -> pb.ModelStreamInferResponse:
     """In a stream: of an answer, or all of it."""
     response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
-def _response(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
+def _response(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=question.model, model_version=VERSION, id=question.id)
     endings = [message.ending for message in messages if message.ending is not None]
     values: dict[str, Sequence[str | int]] = {

@@ -13,7 +13,7 @@ from service.core.errors import Unimplemented
 from service.core.request import ConstraintText
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.wishes import SamplingWish, StopWish, read_constraint
+from service.protocols.sampling_fields import SamplingFields, StopFields, read_constraint
 
 _MOST_JSON = 65_536  # bytes
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -78,18 +78,18 @@ class Parameters:
     def seeded(self) -> bool:
         return self._values.get("seed") is not None
 
-    def sampling(self) -> SamplingWish:
+    def sampling(self) -> SamplingFields:
         top_k = self._whole("top_k")
-        return SamplingWish(
+        return SamplingFields(
             top_k=0 if top_k == -1 else top_k,  # as vLLM says that it is off
             seed=self._whole("seed"),
             logit_bias=self._bias(),
             **{name: self._number(name) for name in _NUMBERS},
         )
 
-    def stops(self) -> StopWish:
+    def stops(self) -> StopFields:
         stop = self._values.get("stop")
-        return StopWish(
+        return StopFields(
             max_tokens=self._whole("max_tokens"),
             fitted=True,
             min_tokens=self._whole("min_tokens") or 0,

@@ -11,10 +11,10 @@ from service.observability.record import Observers
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.bodies import WholeOutlet, decode
 from service.protocols.open_inference import render
-from service.protocols.open_inference.parse import NAMES, VERSION, Question, check_model, read_infer
+from service.protocols.open_inference.parse import NAMES, VERSION, ParsedInference, check_model, read_infer
+from service.protocols.sampling_fields import fields_called
 from service.protocols.seam import UseCases
 from service.protocols.shape import check_shape
-from service.protocols.wishes import fields_called
 from service.transport.call.inbox import Inbox
 from service.transport.call.rpc import Call
 from service.transport.call.status import ResourceTypes, failure_of
@@ -28,7 +28,7 @@ RESOURCES = ResourceTypes(model="inference.Model", request="inference.ModelInfer
 class _Pieces:
     """Writes messages as they come. Headers are the stream's, which has many requests, and say nothing of one."""
 
-    def __init__(self, writer: Writer, question: Question) -> None:
+    def __init__(self, writer: Writer, question: ParsedInference) -> None:
         self._writer = writer
         self._question = question
 
@@ -66,11 +66,11 @@ class OpenInferenceServicer:
         check_model(request.name, request.version, facts)
         return render.model_metadata(facts)
 
-    def read(self, message: pb.ModelInferRequest) -> Question:
+    def read(self, message: pb.ModelInferRequest) -> ParsedInference:
         """What is asked of ModelInfer."""
         return read_infer(message, self._cases.model.facts(), streams=False)
 
-    async def infer(self, question: Question, call: Call) -> pb.ModelInferResponse:
+    async def infer(self, question: ParsedInference, call: Call) -> pb.ModelInferResponse:
         outlet = WholeOutlet(call.context, lambda found: render.whole(found, question))
         with fields_called(NAMES):
             await self._cases.generator.answer(question.request, call.origin, outlet)

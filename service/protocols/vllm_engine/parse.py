@@ -22,9 +22,9 @@ from service.core.request import (
 )
 from service.core.validation import Violations
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
-from service.protocols.wishes import (
-    SamplingWish,
-    StopWish,
+from service.protocols.sampling_fields import (
+    SamplingFields,
+    StopFields,
     read_answers,
     read_constraint,
     read_logprobs,
@@ -47,7 +47,7 @@ _LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class ParsedGenerate:
     """A request, and what its answer looks like on the wire."""
 
     request: Request
@@ -55,7 +55,7 @@ class Question:
     stop_token_ids: frozenset[int]  # the caller's own, without those of the model
 
 
-def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
+def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> ParsedGenerate:
     """Raises InvalidRequest or Unimplemented."""
     given, found = message.sampling_params, Violations()
     request = Request(
@@ -77,7 +77,7 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
     found.raise_any()
     for field in _lacking(message):
         raise Unimplemented(field, f"{field}: this server does not serve it")
-    return Question(request, message.stream, frozenset(given.stop_token_ids))
+    return ParsedGenerate(request, message.stream, frozenset(given.stop_token_ids))
 
 
 def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
@@ -104,10 +104,10 @@ def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -
     return TokenPrompt(())
 
 
-def _sampling_wish(given: pb.SamplingParams) -> SamplingWish:
+def _sampling_wish(given: pb.SamplingParams) -> SamplingFields:
     """0 is how a number without presence says that it is not set. It is off then: a gateway has looked at the model's
     defaults itself."""
-    return SamplingWish(
+    return SamplingFields(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
         top_k=given.top_k,
         top_p=given.top_p or 1.0,
@@ -120,8 +120,8 @@ def _sampling_wish(given: pb.SamplingParams) -> SamplingWish:
     )
 
 
-def _stop_wish(given: pb.SamplingParams) -> StopWish:
-    return StopWish(
+def _stop_wish(given: pb.SamplingParams) -> StopFields:
+    return StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         fitted=True,
         min_tokens=given.min_tokens,

@@ -11,10 +11,10 @@ from service.core.request import PromptFacts
 from service.pb.smg.grpc.common import tokenizer_pb2
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.bodies import send_headers
+from service.protocols.sampling_fields import fields_called
 from service.protocols.seam import UseCases
 from service.protocols.vllm_engine import render
-from service.protocols.vllm_engine.parse import NAMES, Question, read_generate
-from service.protocols.wishes import fields_called
+from service.protocols.vllm_engine.parse import NAMES, ParsedGenerate, read_generate
 from service.transport.call.rpc import Call
 from service.transport.call.writer import StallWatch, Writer
 
@@ -24,7 +24,7 @@ _PIECE = 64 * 1024  # bytes of an archive in one message
 class _Outlet:
     """Writes what the caller of Generate has asked for: chunks and an end, or the end alone."""
 
-    def __init__(self, writer: Writer, question: Question) -> None:
+    def __init__(self, writer: Writer, question: ParsedGenerate) -> None:
         self._writer = writer
         self._question = question
         self._prompt_tokens = self._first_id = 0
@@ -65,11 +65,11 @@ class VllmEngineServicer:
         self._cases = cases
         self._watch = watch
 
-    def read(self, message: pb.GenerateRequest) -> Question:
+    def read(self, message: pb.GenerateRequest) -> ParsedGenerate:
         """What is asked."""
         return read_generate(message, self._cases.model.facts())
 
-    async def generate(self, question: Question, call: Call) -> None:
+    async def generate(self, question: ParsedGenerate, call: Call) -> None:
         generator, request = self._cases.generator, question.request
         answer = generator.stream if question.streamed else generator.answer
         with Writer(call.context, self._watch, call.origin.record) as writer, fields_called(NAMES):

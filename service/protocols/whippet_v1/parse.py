@@ -23,10 +23,9 @@ from service.core.request import (
 )
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.parse_chat import read_chat
-from service.protocols.wishes import (
-    SamplingWish,
-    StopWish,
+from service.protocols.sampling_fields import (
+    SamplingFields,
+    StopFields,
     read_answers,
     read_constraint,
     read_logprobs,
@@ -35,6 +34,7 @@ from service.protocols.wishes import (
     read_stops,
     read_token_ids,
 )
+from service.protocols.whippet_v1.parse_chat import read_chat
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
 
@@ -133,16 +133,16 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     return TextPrompt("")
 
 
-def _sampling(message: GenerationMessage) -> SamplingWish | None:
+def _sampling(message: GenerationMessage) -> SamplingFields | None:
     if not message.HasField("sampling"):
         return None
     # Its fields are called as the wish's.
-    return SamplingWish(**{field.name: value for field, value in message.sampling.ListFields()})
+    return SamplingFields(**{field.name: value for field, value in message.sampling.ListFields()})
 
 
 def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Stops:
     given = message.stopping
-    wish = StopWish(
+    wish = StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
         strings=given.stop_strings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from cache.api import Kind
+from cache.api import EntryKind
 from service.core.answers.flush import Flush
 from service.core.operations.profiling import LONGEST
 from service.core.request import Origin
@@ -17,9 +17,9 @@ _MAX_TENANT = 64  # characters
 _ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
 _KINDS = {
     admin_pb2.CACHE_KIND_UNSPECIFIED: (),
-    admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
-    admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
-    admin_pb2.CACHE_KIND_PREFIX: (Kind.BLOCK,),
+    admin_pb2.CACHE_KIND_RESPONSE: (EntryKind.RESPONSE,),
+    admin_pb2.CACHE_KIND_SEMANTIC: (EntryKind.SEMANTIC,),
+    admin_pb2.CACHE_KIND_PREFIX: (EntryKind.BLOCK,),
 }
 
 

@@ -10,7 +10,7 @@ from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, ToolCall
 from service.core.text.conversation import count_objects, is_object
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.structs import StructReader, TooMuch
+from service.protocols.whippet_v1.structs import StructReader, StructTooLarge
 
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 256  # of one message
@@ -107,7 +107,7 @@ def _tools(chat: pb.Chat, reader: StructReader, found: Violations) -> str:
     for index, tool in enumerate(chat.tools):
         try:
             tools.append(reader.read(tool))
-        except TooMuch as error:
+        except StructTooLarge as error:
             found.add(f"chat.tools[{index}]", str(error))
             return ""
         if not tools[-1]:
@@ -141,7 +141,7 @@ def _arguments(chat: pb.Chat, reader: StructReader, found: Violations) -> str:
             return ""
     try:
         arguments = reader.read(given)
-    except TooMuch as error:
+    except StructTooLarge as error:
         found.add(field, str(error))
         return ""
     return json.dumps(arguments, ensure_ascii=False) if arguments else ""

@@ -12,11 +12,11 @@ from service.core.answers.delivery import AnswerMessage
 from service.core.model import ModelDescription
 from service.core.parsing.answer import whole_calls
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
-from service.core.switches import Switch
+from service.core.switches import OptimizationSwitch
 from service.core.text import TokenTexts
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.wishes import MAX_ANSWERS, MAX_LOGPROBS
+from service.protocols.sampling_fields import MAX_ANSWERS, MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {
@@ -164,7 +164,7 @@ def model(described: ModelDescription) -> model_pb2.Model:
     return message
 
 
-def optimization(switch: Switch) -> admin_pb2.Optimization:
+def optimization(switch: OptimizationSwitch) -> admin_pb2.Optimization:
     return admin_pb2.Optimization(
         name=switch.name,
         enabled=switch.requested,

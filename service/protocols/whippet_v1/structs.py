@@ -24,7 +24,7 @@ _LAST = len(_FIRST)
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-class TooMuch(Exception):
+class StructTooLarge(Exception):
     """The text is safe to send to the caller."""
 
 
@@ -71,14 +71,14 @@ class StructReader:
     def _take(self, count: int, depth: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise TooMuch(f"must have at most {MAX_VALUES} values; larger tools can be sent as tools_json")
+            raise StructTooLarge(f"must have at most {MAX_VALUES} values; larger tools can be sent as tools_json")
         if depth <= 0 and count:
-            raise TooMuch(f"must be at most {MAX_DEPTH} levels deep")
+            raise StructTooLarge(f"must be at most {MAX_DEPTH} levels deep")
 
 
 def _number(value: float) -> int | float:
     if not math.isfinite(value):
-        raise TooMuch("must have no number that JSON does not have")
+        raise StructTooLarge("must have no number that JSON does not have")
     return int(value) if value.is_integer() and abs(value) <= _WHOLE else value
 
 

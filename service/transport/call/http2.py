@@ -75,26 +75,33 @@ def options(bounds: PortBounds, shared: bool) -> Options:
 
 def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials:
     """Of one port: each new connection is shown what is current then."""
-    shown = current()
+    identification = current()
 
     def news() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal shown
-        if (latest := current()) == shown:
+        nonlocal identification
+        if (latest := current()) == identification:
             return None
-        shown = latest
+        identification = latest
         return _configuration(latest)
 
+    first, mutual = _configuration(identification), identification.client_ca is not None
     # gRPC's types do not know that None stands for no news.
-    return grpc.dynamic_ssl_server_credentials(_configuration(shown), news, shown.client_ca is not None)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(first, news, mutual)  # type: ignore[arg-type]
 
 
-def bind(server: grpc.aio.Server, address: str, shown: grpc.ServerCredentials | None) -> int:
+def bind(server: grpc.aio.Server, address: str, identification: grpc.ServerCredentials | None) -> int:
     """The port it will listen on; 0 where it cannot."""
     try:
-        return server.add_insecure_port(address) if shown is None else server.add_secure_port(address, shown)
+        return (
+            server.add_insecure_port(address)
+            if identification is None
+            else server.add_secure_port(address, identification)
+        )
     except RuntimeError:
         return 0
 
 
-def _configuration(shown: Identification) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)], shown.client_ca)
+def _configuration(identification: Identification) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identification.key, identification.chain)], identification.client_ca
+    )

@@ -161,7 +161,7 @@ def service(name: str, methods: Mapping[str, Method], observers: Observers) -> g
     return grpc.method_handlers_generic_handler(name, handlers)
 
 
-class Strangers(_GenericHandler):
+class UnknownMethods(_GenericHandler):
     """Behind all services of a port: methods that there are not, refused as gRPC would, and observed."""
 
     def __init__(self, inbox: Inbox, observers: Observers) -> None:

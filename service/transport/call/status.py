@@ -36,7 +36,7 @@ class ResourceTypes:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RpcFailure:
     """How an RPC ends badly."""
 
     code: grpc.StatusCode
@@ -45,7 +45,7 @@ class Failure:
     reason: str  # of ErrorInfo; empty where it has none
 
 
-def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
+def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
     """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause. Without
     `resources`, what was not found is not named."""
     if type(error) is errors.Overloaded:
@@ -60,13 +60,13 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
 
 
 @lru_cache(_KEPT)
-def _overload(message: str, reason: Reason, retry_after: float) -> Failure:
+def _overload(message: str, reason: Reason, retry_after: float) -> RpcFailure:
     """Of an Overloaded. Kept, since there may be a thousand a second, and few different ones."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 
 
-def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Failure:
+def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> RpcFailure:
     message = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
     trailers: list[tuple[str, str | bytes]] = []
     if details:
@@ -77,7 +77,7 @@ def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Fai
         if isinstance(detail, error_details_pb2.RetryInfo):
             trailers.append(("grpc-retry-pushback-ms", str(detail.retry_delay.ToMilliseconds())))
     reason = next((detail.reason for detail in details if isinstance(detail, error_details_pb2.ErrorInfo)), "")
-    return Failure(code, message, tuple(trailers), reason)
+    return RpcFailure(code, message, tuple(trailers), reason)
 
 
 def _pack(detail: Message) -> AnyMessage:
@@ -165,7 +165,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
     errors.Draining: (_C.UNAVAILABLE, _draining),
-    errors.Stopping: (_C.FAILED_PRECONDITION, _only(Reason.STOPPING)),
+    errors.ShuttingDown: (_C.FAILED_PRECONDITION, _only(Reason.STOPPING)),
     errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _unauthenticated),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _denied),

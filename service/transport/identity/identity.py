@@ -59,8 +59,8 @@ class Identity:
     @property
     def failures(self) -> Mapping[str, int]:
         """How often which files were read again in vain."""
-        watched = {"tokens": self._tokens, "certificates": self._certificates}
-        return {name: one.failures for name, one in watched.items() if one is not None}
+        files = {"tokens": self._tokens, "certificates": self._certificates}
+        return {name: one.failures for name, one in files.items() if one is not None}
 
 
 def refuse_strangers(settings: Settings) -> None:

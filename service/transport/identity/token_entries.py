@@ -42,7 +42,7 @@ _PAUSE = 0.0005  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TokenEntry:
     """Whom a token or certificate stands for."""
 
     caller: Caller
@@ -55,10 +55,10 @@ class Entry:
 class Entries:
     """One file's."""
 
-    tokens: Mapping[bytes, Entry] = field(default_factory=dict)  # by digest
-    names: Mapping[str, Entry] = field(default_factory=dict)  # by alternative name
+    tokens: Mapping[bytes, TokenEntry] = field(default_factory=dict)  # by digest
+    names: Mapping[str, TokenEntry] = field(default_factory=dict)  # by alternative name
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[TokenEntry]:
         yield from self.tokens.values()
         yield from self.names.values()
 
@@ -69,12 +69,12 @@ class Entries:
 def read_entries(path: Path) -> Entries:
     """Gives way to other threads meanwhile. Raises BadSettings, which names the entry and never contains a hash."""
     where = f"auth.tokens-file: {path}"
-    tokens: dict[bytes, Entry] = {}
-    names: dict[str, Entry] = {}
+    tokens: dict[bytes, TokenEntry] = {}
+    names: dict[str, TokenEntry] = {}
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8")
         for number, item in enumerate(give_way(_items(text)), start=1):
-            read = _Reader(f"{where}: entry {number}", number)
+            read = _EntryReader(f"{where}: entry {number}", number)
             name, entry = read.entry(item)
             known = tokens.setdefault(entry.digest, entry) if name is None else names.setdefault(name, entry)
             if known is not entry:
@@ -151,14 +151,14 @@ def _items(text: str) -> Iterator[object]:
 _KNOWN = {right.value: right for right in Right}
 
 
-class _Reader:
+class _EntryReader:
     """Reads one entry. Raises BadSettings."""
 
     def __init__(self, where: str, number: int) -> None:
         self.where = where
         self._number = number
 
-    def entry(self, item: object) -> tuple[str | None, Entry]:
+    def entry(self, item: object) -> tuple[str | None, TokenEntry]:
         """With the certificate's name, where it is one's."""
         if not isinstance(item, dict) or set(item) - {"expires"} not in (
             {"tenant", "rights", "sha256"},
@@ -175,7 +175,7 @@ class _Reader:
         digest = self._digest(item["sha256"]) if name is None else hashlib.sha256(name.encode()).digest()
         caller = Caller(tenant, self._rights(item["rights"]), hashlib.sha256(b"caller" + digest).hexdigest()[:16])
         expires = self._time(item["expires"]) if "expires" in item else None
-        return name, Entry(caller, expires, digest, self._number)
+        return name, TokenEntry(caller, expires, digest, self._number)
 
     def _digest(self, value: object) -> bytes:
         if not isinstance(value, str) or not _SHA256.fullmatch(value):

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from service.core.errors import Reason, Unauthenticated
 from service.transport.call.auth import Caller, Presented, Rights, allowed, bearer, certified
-from service.transport.identity.token_entries import Entry, read_entries
+from service.transport.identity.token_entries import TokenEntry, read_entries
 from service.transport.port.files import FileWatch
 
 _SOON = 7 * 86_400.0  # seconds before an entry expires, from which on a line says so
-_NOBODY = Entry(Caller("", frozenset()), None, secrets.token_bytes(32), 0)  # whom a token stands for that is not known
+_NOBODY = TokenEntry(
+    Caller("", frozenset()), None, secrets.token_bytes(32), 0
+)  # whom a token stands for that is not known
 _log = logging.getLogger(__name__)
 
 
@@ -43,7 +45,7 @@ class TokenFile:
             raise Unauthenticated("the token has expired", Reason.TOKEN_EXPIRED)
         return allowed(entry.caller, permitted)
 
-    def _of_token(self, token: bytes) -> Entry:
+    def _of_token(self, token: bytes) -> TokenEntry:
         """What is looked up is a digest, and a token that is not known is compared as well: how long that takes says
         nothing of any token."""
         digest = hashlib.sha256(token).digest()
@@ -52,7 +54,7 @@ class TokenFile:
             raise Unauthenticated("the token is not known", Reason.TOKEN_UNKNOWN)
         return entry
 
-    def _of_certificate(self, call: Presented) -> Entry:
+    def _of_certificate(self, call: Presented) -> TokenEntry:
         known = self._entries.names
         if not known:
             raise Unauthenticated("a token is needed: metadata authorization, `Bearer TOKEN`", Reason.TOKEN_MISSING)

@@ -35,7 +35,7 @@ _REASONS = {
 }
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request is answered with a status and one line of text."""
 
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
@@ -49,7 +49,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestHead:
     """The head of a request."""
 
     method: str  # empty where the first line has none, like the path
@@ -58,7 +58,7 @@ class Request:
     keeps: bool = False  # whether the client may send another request on the connection
 
 
-def parse_head(head: bytes) -> Request:
+def parse_head(head: bytes) -> RequestHead:
     """Reads what it can: a line that is no header is left out."""
     first, *rest = head.decode("latin-1").split("\r\n")
     method, target, *_ = [*first.split(" "), "", ""]
@@ -70,7 +70,7 @@ def parse_head(head: bytes) -> Request:
             headers[name] = f"{headers[name]}, {value.strip()}" if name in headers else value.strip()
     bare = headers.keys().isdisjoint(("content-length", "transfer-encoding"))
     keeps = bare and first.endswith(" HTTP/1.1") and headers.get("connection", "").lower() != "close"
-    return Request(method, target.partition("?")[0], headers, keeps)
+    return RequestHead(method, target.partition("?")[0], headers, keeps)
 
 
 class Exchange:
@@ -78,7 +78,7 @@ class Exchange:
 
     def __init__(
         self,
-        request: Request,
+        request: RequestHead,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hold: Hold,
@@ -108,7 +108,7 @@ class Exchange:
     def hold(self) -> None:
         """Takes a place for a response that may last. Raises Refused where all are taken."""
         if not self._hold.take():
-            raise Refused(503, "too many calls are under way on this port")
+            raise RequestRefused(503, "too many calls are under way on this port")
 
     def release(self) -> None:
         """The rest of the response is bounded in time again."""
@@ -118,9 +118,9 @@ class Exchange:
         """The whole body. Raises Refused."""
         length = self.request.headers.get("content-length", "")
         if "transfer-encoding" in self.request.headers or not (length.isascii() and length.isdigit()):
-            raise Refused(411, "a body needs a Content-Length")
+            raise RequestRefused(411, "a body needs a Content-Length")
         if len(length) > 9 or int(length) > MAX_BODY:
-            raise Refused(413, f"the body is larger than {MAX_BODY} bytes")
+            raise RequestRefused(413, f"the body is larger than {MAX_BODY} bytes")
         return await self._reader.readexactly(int(length))
 
     async def gone(self) -> None:

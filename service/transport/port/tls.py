@@ -50,7 +50,7 @@ class Pair:
         return self.expires - now < min(_SOON, _SHARE * (self.expires - self.begins))
 
     @property
-    def shown(self) -> Identification:
+    def identification(self) -> Identification:
         """What of it gRPC wants."""
         return Identification(self.key, self.chain, self.client_ca)
 
@@ -79,7 +79,7 @@ class Certificates:
 
     def current(self) -> Identification:
         """What new connections are shown."""
-        return self._pair.shown
+        return self._pair.identification
 
     def subscribe(self, on_news: Callable[[], object]) -> None:
         """To be called, in any thread, when `current` has changed."""
@@ -91,9 +91,9 @@ class Certificates:
 
     def context(self) -> ssl.SSLContext:
         """For a new connection of a port that is not gRPC's."""
-        shown = self.current()
-        if self._context is None or self._context[0] != shown:
-            self._context = shown, _context(shown)
+        identification = self.current()
+        if self._context is None or self._context[0] != identification:
+            self._context = identification, _context(identification)
         return self._context[1]
 
     @property
@@ -122,17 +122,17 @@ class Certificates:
             _log.warning("tls.cert expires at %s", _date(pair.expires))
 
 
-def _context(shown: Identification) -> ssl.SSLContext:
+def _context(identification: Identification) -> ssl.SSLContext:
     """Python reads certificates and keys from files alone: this one lies in memory."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     pem = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
-        os.write(pem, shown.key + b"\n" + shown.chain)
+        os.write(pem, identification.key + b"\n" + identification.chain)
         context.load_cert_chain(f"/proc/self/fd/{pem}")
     finally:
         os.close(pem)
-    if shown.client_ca is not None:
-        context.load_verify_locations(cadata=shown.client_ca.decode("ascii"))
+    if identification.client_ca is not None:
+        context.load_verify_locations(cadata=identification.client_ca.decode("ascii"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 

@@ -20,14 +20,14 @@ _SPARE = 16, 512
 _log = logging.getLogger(__name__)
 
 
-class Division(NamedTuple):
+class ConnectionDivision(NamedTuple):
     """Says how many connections the ports may have."""
 
     connections: int  # of the data port
     spare: int  # of each gRPC port, beyond its bound
 
 
-def divide(wanted: int) -> Division:
+def divide(wanted: int) -> ConnectionDivision:
     """Grants the data port the `wanted` connections, or as many as the limit of descriptors has room for. Raises the
     soft limit as far as the hard limit and _ENOUGH allow."""
     least, most_spare = _SPARE
@@ -45,5 +45,5 @@ def divide(wanted: int) -> Division:
             _log.warning(
                 "the data port takes %d connections instead of %d: %d descriptors", most_connections, wanted, soft
             )
-        return Division(min(wanted, most_connections), spare)
-    return Division(wanted, most_spare)
+        return ConnectionDivision(min(wanted, most_connections), spare)
+    return ConnectionDivision(wanted, most_spare)

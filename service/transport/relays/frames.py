@@ -18,7 +18,7 @@ _HEADER = 8  # bytes of a length
 Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
 
 
-class Came(msgspec.Struct, array_like=True, tag=0):
+class CallStarted(msgspec.Struct, array_like=True, tag=0):
     """A call, unread."""
 
     call: int
@@ -36,13 +36,13 @@ class Message(msgspec.Struct, array_like=True, tag=1):
     data: bytes | None
 
 
-class Taken(msgspec.Struct, array_like=True, tag=2):
+class WriteAccepted(msgspec.Struct, array_like=True, tag=2):
     """gRPC has taken what was written, and the next one may come."""
 
     call: int
 
 
-class Gone(msgspec.Struct, array_like=True, tag=3):
+class CallEnded(msgspec.Struct, array_like=True, tag=3):
     """The call has ended before the front ended it."""
 
     call: int
@@ -74,12 +74,12 @@ class Listen(msgspec.Struct, array_like=True, tag=0):
 
     address: str
     bounds: PortBounds
-    shown: Identification | None  # None: plaintext
+    identification: Identification | None  # None: plaintext
     hang_timeout: float  # seconds without a message after which either end considers the other hung
-    refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
+    refusals: list[CallRefusal]  # one of them is for whoever comes while the front is too far behind
 
 
-class Refusal(msgspec.Struct, array_like=True):
+class CallRefusal(msgspec.Struct, array_like=True):
     """How a call ends badly."""
 
     code: int
@@ -87,10 +87,10 @@ class Refusal(msgspec.Struct, array_like=True):
     trailers: Pairs
 
 
-class Show(msgspec.Struct, array_like=True, tag=1):
+class UseIdentification(msgspec.Struct, array_like=True, tag=1):
     """To connections from now on."""
 
-    shown: Identification
+    identification: Identification
 
 
 class Read(msgspec.Struct, array_like=True, tag=2):
@@ -106,14 +106,14 @@ class Head(msgspec.Struct, array_like=True, tag=3):
     metadata: Pairs
 
 
-class Write(msgspec.Struct, array_like=True, tag=4):
+class WriteMessage(msgspec.Struct, array_like=True, tag=4):
     """A message."""
 
     call: int
     data: bytes
 
 
-class Answer(msgspec.Struct, array_like=True, tag=5):
+class FinishCall(msgspec.Struct, array_like=True, tag=5):
     """Ends it well, after one more message unless that is None."""
 
     call: int
@@ -124,7 +124,7 @@ class Abort(msgspec.Struct, array_like=True, tag=6):
     """Ends it badly."""
 
     call: int
-    refusal: Refusal
+    refusal: CallRefusal
 
 
 class Stop(msgspec.Struct, array_like=True, tag=7):
@@ -133,18 +133,18 @@ class Stop(msgspec.Struct, array_like=True, tag=7):
     grace: float | None
 
 
-class Ping(msgspec.Struct, array_like=True, tag=8):
+class PingRelay(msgspec.Struct, array_like=True, tag=8):
     """Asks the relay for Alive, and proves to the relay that the front is not hung."""
 
 
-Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped | Alive  # relay → front
-Order = Listen | Show | Read | Head | Write | Answer | Abort | Stop | Ping  # front → relay
+Report = CallStarted | Message | WriteAccepted | CallEnded | Listening | TurnedAway | Stopped | Alive  # relay → front
+Order = Listen | UseIdentification | Read | Head | WriteMessage | FinishCall | Abort | Stop | PingRelay  # front → relay
 
 _Received = TypeVar("_Received")
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Link(asyncio.Protocol, Generic[_Received]):
+class RelayLink(asyncio.Protocol, Generic[_Received]):
     """One end of the socket. What the other end sends is believed: it is code of ours."""
 
     def __init__(self, kind: object, receive: Callable[[_Received], None], lost: Callable[[], None]) -> None:

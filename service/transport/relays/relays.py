@@ -27,21 +27,21 @@ from service.transport.port.tls import Certificates
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import (
     Alive,
-    Came,
-    Gone,
-    Link,
+    CallEnded,
+    CallRefusal,
+    CallStarted,
     Listen,
     Listening,
     Message,
     Order,
-    Ping,
-    Refusal,
+    PingRelay,
+    RelayLink,
     Report,
-    Show,
     Stop,
     Stopped,
-    Taken,
     TurnedAway,
+    UseIdentification,
+    WriteAccepted,
 )
 from service.transport.relays.life import SignsOfLife
 
@@ -86,10 +86,10 @@ class _Relay:
         self._socket = ours
         with theirs:
             self.process = _launch(theirs.fileno(), options)
-        self._link: Link[Report] = Link(Report, self._receive, self._lost)
+        self._link: RelayLink[Report] = RelayLink(Report, self._receive, self._lost)
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._hang_timeout = options.hang_timeout
-        self._life = SignsOfLife(options.hang_timeout, lambda: self.send(Ping()))
+        self._life = SignsOfLife(options.hang_timeout, lambda: self.send(PingRelay()))
         self._watch: asyncio.Task[None] | None = None
         self._hung = False
         self.stopped = asyncio.Event()  # its server has, or it has gone itself
@@ -137,9 +137,9 @@ class _Relay:
     def _receive(self, report: Report) -> None:
         self._life.heard()
         match report:
-            case Came():
+            case CallStarted():
                 self._calls.begin(report, self._link)
-            case Message() | Taken() | Gone():
+            case Message() | WriteAccepted() | CallEnded():
                 self._calls.on(report)
             case Listening(port=port) if self._port.done():  # `start` waits no longer
                 pass
@@ -218,15 +218,15 @@ class Relays:
         """What is current now, to connections from now on."""
         assert self._certificates is not None
         for relay in self._alive:
-            relay.send(Show(self._certificates.current()))
+            relay.send(UseIdentification(self._certificates.current()))
 
     async def _open(self) -> _Relay:
         """A relay that listens. Raises CannotListen."""
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
-        shown = None if self._certificates is None else self._certificates.current()
+        identification = None if self._certificates is None else self._certificates.current()
         try:
             listens = await relay.start(
-                Listen(self._address, self._bounds, shown, self._relays.hang_timeout, self._hints)
+                Listen(self._address, self._bounds, identification, self._relays.hang_timeout, self._hints)
             )
         except BaseException:
             await relay.end()
@@ -258,10 +258,10 @@ class Relays:
                 how, delay = str(error), min(2 * delay, most)
 
 
-def _turned_away(hint: float) -> Refusal:
+def _turned_away(hint: float) -> CallRefusal:
     """For who comes while the front is too far behind to be told of it; he may come back in `hint` seconds."""
     failure = failure_of(Overloaded("too many calls wait", Reason.MESSAGES, hint), None)
-    return Refusal(failure.code.value[0], failure.message, list(failure.trailers))
+    return CallRefusal(failure.code.value[0], failure.message, list(failure.trailers))
 
 
 def _launch(fd: int, options: RelayOptions) -> subprocess.Popen[bytes]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache.answers.resume import Skipper, resume
 from cache.answers.single_flight import SingleFlight
-from cache.api import AnswerPart, CacheKey, Diverged, Generation, Kind, Unfinished
+from cache.api import AnswerPart, CacheKey, Diverged, EntryKind, Generation, Unfinished
 from cache.open.counters import Counters
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask
 from tests.cache.waiting import until
@@ -88,7 +88,7 @@ async def test_a_hundred_at_once_are_one_generation(flights: SingleFlight) -> No
 
 async def test_other_questions_fly_apart(flights: SingleFlight) -> None:
     one, two = Model(), Model()
-    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    other = CacheKey(EntryKind.RESPONSE, "cd" * 16, "0" * 64)
     await asyncio.gather(ask(flights, one.generate), ask(flights, two.generate, other))
     assert (one.started, two.started) == (1, 1)
 
@@ -204,7 +204,7 @@ async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_ow
 
 async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: SingleFlight, counters: Counters) -> None:
     done, under_way = Model(pause=0), Model(pause=0)
-    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    other = CacheKey(EntryKind.RESPONSE, "cd" * 16, "0" * 64)
     await ask(flights, done.generate)
     async with flights.join(other, under_way.generate) as parts:
         assert (await anext(parts)).text

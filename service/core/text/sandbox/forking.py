@@ -18,13 +18,13 @@ from engine.errors import EngineUnavailable, InvalidModel
 from service.core.text.sandbox.control import (
     HEADER,
     MAX_RESULT,
-    Configure,
-    Ended,
-    Fork,
-    Kill,
-    Loaded,
+    ConfigureSandbox,
+    ForkWorker,
+    KillWorker,
+    ModelLoaded,
+    ModelUnloadable,
     Report,
-    Unloadable,
+    WorkerEnded,
     decode_report,
     encode,
 )
@@ -86,10 +86,10 @@ class Worker:
             self._socket.close()
 
 
-class ForkServer:
+class ForkServerSupervisor:
     """The fork server, started again where it dies."""
 
-    def __init__(self, configure: Configure) -> None:
+    def __init__(self, configure: ConfigureSandbox) -> None:
         self._configure = configure
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -129,11 +129,11 @@ class ForkServer:
         key = self._last_key
         ours, theirs = socket.socketpair()
         with theirs:
-            worker = self._workers[key] = Worker(ours, lambda: self._send(Kill(key)))
-            self._send(Fork(key, memory), theirs.fileno())
+            worker = self._workers[key] = Worker(ours, lambda: self._send(KillWorker(key)))
+            self._send(ForkWorker(key, memory), theirs.fileno())
         return worker
 
-    def _send(self, command: Fork | Kill, *descriptors: int) -> None:
+    def _send(self, command: ForkWorker | KillWorker, *descriptors: int) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # then it has gone, and its workers with it
                 socket.send_fds(self._socket, [encode(command)], descriptors)
@@ -193,7 +193,7 @@ class ForkServer:
 
     def _begin(self, report: Report) -> None:
         match report:
-            case Loaded(digest=digest):
+            case ModelLoaded(digest=digest):
                 if self.digest and digest != self.digest:
                     raise InvalidModel(
                         f"{self._configure.model}: the tokenizer is another one now; start the server again"
@@ -201,13 +201,13 @@ class ForkServer:
                 self.digest = digest
                 self.served += 1
                 self._loaded.set()
-            case Unloadable(message=message):
+            case ModelUnloadable(message=message):
                 raise InvalidModel(message)
-            case Ended():
+            case WorkerEnded():
                 raise EOFError
 
     def _on_report(self, report: Report) -> None:
-        if isinstance(report, Ended) and (worker := self._workers.pop(report.key, None)) is not None:
+        if isinstance(report, WorkerEnded) and (worker := self._workers.pop(report.key, None)) is not None:
             worker.end(report.code)
 
     def _lose(self, process: subprocess.Popen[bytes]) -> None:

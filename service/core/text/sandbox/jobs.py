@@ -23,7 +23,7 @@ KINDS = {
 _WORD = "I"  # 32 bits, unsigned: a token id
 
 
-class Refusal(Exception):
+class JobRefused(Exception):
     """The job cannot be done with this input. The text is safe to send to the caller."""
 
 
@@ -59,7 +59,7 @@ def encode_chat(tokenizer: Tokenizer, payload: bytes) -> bytes:
     try:
         return _bounded(tokenizer.encode_chat(job.messages, job.options, job.most), job.most)
     except ChatTemplateError as error:
-        raise Refusal(str(error)) from error
+        raise JobRefused(str(error)) from error
 
 
 def decode(tokenizer: Tokenizer, payload: bytes) -> bytes:
@@ -79,5 +79,5 @@ def unpack_ids(data: bytes) -> array[int]:
 
 def _bounded(ids: list[int], most: int | None) -> bytes:
     if most is not None and len(ids) > most:
-        raise Refusal(too_long(len(ids), most + 1))
+        raise JobRefused(too_long(len(ids), most + 1))
     return pack_ids(ids)

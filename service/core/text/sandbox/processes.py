@@ -23,10 +23,10 @@ from pathlib import Path
 from engine.cores import usable_cores
 from engine.errors import DeadlineExceeded
 from service.core.errors import Overloaded, Reason
-from service.core.text.sandbox.control import DONE, REFUSED, Configure
-from service.core.text.sandbox.forking import RETRY, ForkServer, Worker
-from service.core.text.sandbox.jobs import KINDS, Refusal
-from service.core.text.turns import Turns
+from service.core.text.sandbox.control import DONE, REFUSED, ConfigureSandbox
+from service.core.text.sandbox.forking import RETRY, ForkServerSupervisor, Worker
+from service.core.text.sandbox.jobs import KINDS, JobRefused
+from service.core.text.turns import FairTurns
 
 SMALL = 64 * 2**10  # bytes of a payload
 _MOMENT = 0.1  # seconds that a job gets to end once its caller has gone
@@ -42,7 +42,7 @@ class JobDied(JobFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Of like processes and what waits for them."""
 
     processes: int
@@ -54,13 +54,13 @@ class Limits:
 
 
 _CORES = usable_cores()
-SMALL_LIMITS = Limits(
+SMALL_LIMITS = ProcessLimits(
     processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
 )
-LARGE_LIMITS = Limits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
+LARGE_LIMITS = ProcessLimits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
 # One sender uses at most one of the two processes, so that a slow constraint delays no other sender's constraint. They
 # are apart from the pools of text jobs, which therefore never wait for a constraint.
-CONSTRAINT_LIMITS = Limits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
+CONSTRAINT_LIMITS = ProcessLimits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
 _APART = "constraint"  # the kind of job with processes of its own
 
 
@@ -72,16 +72,16 @@ class TextProcesses:
         model: str | None,  # folder; None: bytes are tokens
         kinds: Mapping[str, str] = KINDS,
         *,
-        small: Limits = SMALL_LIMITS,
-        large: Limits = LARGE_LIMITS,
-        constraints: Limits = CONSTRAINT_LIMITS,
+        small: ProcessLimits = SMALL_LIMITS,
+        large: ProcessLimits = LARGE_LIMITS,
+        constraints: ProcessLimits = CONSTRAINT_LIMITS,
         refusals: Counter[str] | None = None,  # by reason
         template: Path | None = None,  # file instead of the model's chat templates
     ) -> None:
         counted = Counter[str]() if refusals is None else refusals
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
-        self._server = ForkServer(
-            Configure(model, tuple(kinds.values()), _LOAD_MEMORY, None if template is None else str(template))
+        self._server = ForkServerSupervisor(
+            ConfigureSandbox(model, tuple(kinds.values()), _LOAD_MEMORY, None if template is None else str(template))
         )
         self._small = _Pool(self._server, small, counted)
         self._large = _Pool(self._server, large, counted)
@@ -121,11 +121,11 @@ class TextProcesses:
 class _Pool:
     """Some processes, and the one queue for them."""
 
-    def __init__(self, server: ForkServer, limits: Limits, refusals: Counter[str]) -> None:
+    def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
         self._limits = limits
         self._refusals = refusals
-        self._turns = Turns(limits.processes, limits.each)
+        self._turns = FairTurns(limits.processes, limits.each)
         self._waiting = 0  # jobs
         self._bytes = 0  # theirs
         self._idle: list[Worker] = []
@@ -176,7 +176,7 @@ class _Pool:
             worker.kill()
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the deadline has passed") from None
-            raise Refusal(f"takes more than {self._limits.seconds:g} seconds to process") from None
+            raise JobRefused(f"takes more than {self._limits.seconds:g} seconds to process") from None
         except (EOFError, OSError):
             raise await self._death(worker) from None
         except BaseException:
@@ -186,14 +186,14 @@ class _Pool:
         if outcome == DONE:
             return result
         if outcome == REFUSED:
-            raise Refusal(result.decode())
+            raise JobRefused(result.decode())
         raise JobFailed(f"a text process met {result.decode()}")
 
     async def _death(self, worker: Worker) -> Exception:
         """Why it answers no more. A library in Rust or C that gets no memory aborts."""
         code = await worker.ended
         if code == -signal.SIGABRT:
-            return Refusal("takes more memory to process than is allowed")
+            return JobRefused("takes more memory to process than is allowed")
         return JobDied(f"a text process ended with {code}")
 
 

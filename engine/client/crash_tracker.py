@@ -34,19 +34,19 @@ NO_SOLO: Solo = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Suspect:
     solo: Solo
     quarantined: bool
     until: float
 
 
-class Suspects:
+class CrashTracker:
     """A bounded table with expiry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._key = secrets.token_bytes(32)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the one that died last comes last
+        self._entries: OrderedDict[bytes, _Suspect] = OrderedDict()  # the one that died last comes last
         self.quarantines = 0  # requests that were found to end processes; one may be found again when it is forgotten
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class Suspects:
         if self._entries:
             self._entries.pop(self._hash(request), None)
 
-    def _known(self, request: GenerationRequest) -> _Entry | None:
+    def _known(self, request: GenerationRequest) -> _Suspect | None:
         now = self._clock()
         while self._entries and next(iter(self._entries.values())).until <= now:
             self._entries.popitem(last=False)
@@ -95,7 +95,7 @@ class Suspects:
 
     def _keep(self, request: GenerationRequest, solo: Solo, quarantined: bool) -> None:
         name = self._hash(request)
-        self._entries[name] = _Entry(solo, quarantined, self._clock() + _KEPT)
+        self._entries[name] = _Suspect(solo, quarantined, self._clock() + _KEPT)
         self._entries.move_to_end(name)
         if len(self._entries) > _MOST:
             self._entries.popitem(last=False)

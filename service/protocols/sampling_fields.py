@@ -41,7 +41,7 @@ _BOUNDS = (  # of what is wished of the next token: lowest, highest, and whether
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
-class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token shall be drawn. None: the model's default; of a seed, a fresh one."""
 
     temperature: float | None = None
@@ -55,7 +55,7 @@ class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
 
 
-class StopWish(msgspec.Struct, frozen=True, kw_only=True):
+class StopFields(msgspec.Struct, frozen=True, kw_only=True):
     """When the answer shall end."""
 
     max_tokens: int | None = None  # None: as many as the context leaves
@@ -67,22 +67,22 @@ class StopWish(msgspec.Struct, frozen=True, kw_only=True):
     include: bool = False
 
 
-def read_sampling(wish: SamplingWish | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
+def read_sampling(fields: SamplingFields | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
     """With the model's defaults where nothing is wished. `prefix` is put before the names of fields."""
-    seed = secrets.randbits(63) if wish is None or wish.seed is None else wish.seed % _SEEDS
-    if wish is None:
+    seed = secrets.randbits(63) if fields is None or fields.seed is None else fields.seed % _SEEDS
+    if fields is None:
         return replace(facts.defaults, seed=seed)
-    wished: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     for name, low, high, above in _BOUNDS:
-        value = getattr(wish, name)
+        value = getattr(fields, name)
         if value is not None:
-            wished[name] = value
+            resolved[name] = value
             found.number(prefix + name, value, low, high, above=above)
-    if wish.temperature is not None and wish.temperature < GREEDY_BELOW:
-        wished["temperature"] = 0.0
-    if wish.logit_bias:
-        wished["logit_bias"] = _logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias")
-    return replace(facts.defaults, seed=seed, **wished)
+    if fields.temperature is not None and fields.temperature < GREEDY_BELOW:
+        resolved["temperature"] = 0.0
+    if fields.logit_bias:
+        resolved["logit_bias"] = _logit_bias(fields.logit_bias, facts, found, f"{prefix}logit_bias")
+    return replace(facts.defaults, seed=seed, **resolved)
 
 
 def _logit_bias(
@@ -100,29 +100,35 @@ def _logit_bias(
 
 
 def read_stops(
-    wish: StopWish, facts: ModelFacts, found: Violations, prefix: str, strings: str = "stop", *, scored: bool = False
+    fields: StopFields,
+    facts: ModelFacts,
+    found: Violations,
+    prefix: str,
+    strings: str = "stop",
+    *,
+    scored: bool = False,
 ) -> Stops:
     """`strings` is what the protocol calls the field of stop strings. `scored`: the prompt's log-probabilities are
     wanted, so that an answer of no tokens makes sense."""
-    if wish.max_tokens is not None:
-        found.number(f"{prefix}max_tokens", wish.max_tokens, 0 if scored else 1, None)
-    found.number(f"{prefix}min_tokens", wish.min_tokens, 0, None)
-    if wish.max_tokens is not None and (0 if scored else 1) <= wish.max_tokens < wish.min_tokens:
+    if fields.max_tokens is not None:
+        found.number(f"{prefix}max_tokens", fields.max_tokens, 0 if scored else 1, None)
+    found.number(f"{prefix}min_tokens", fields.min_tokens, 0, None)
+    if fields.max_tokens is not None and (0 if scored else 1) <= fields.max_tokens < fields.min_tokens:
         found.add(f"{prefix}min_tokens", "must be at most max_tokens")
-    _check_stop_strings(wish.strings, found, prefix + strings)
-    own = () if wish.ignore_eos else facts.eos_token_ids
+    _check_stop_strings(fields.strings, found, prefix + strings)
+    own = () if fields.ignore_eos else facts.eos_token_ids
     token_ids: tuple[int, ...] = ()
-    if len(wish.token_ids) > MAX_STOP_TOKENS:
+    if len(fields.token_ids) > MAX_STOP_TOKENS:
         found.add(f"{prefix}stop_token_ids", f"must be at most {MAX_STOP_TOKENS}")
-    elif found.token_ids(f"{prefix}stop_token_ids", wish.token_ids, facts.vocab_size):
-        token_ids = tuple(dict.fromkeys((*wish.token_ids, *own)))
+    elif found.token_ids(f"{prefix}stop_token_ids", fields.token_ids, facts.vocab_size):
+        token_ids = tuple(dict.fromkeys((*fields.token_ids, *own)))
     return Stops(
-        max_tokens=wish.max_tokens,
-        min_tokens=wish.min_tokens,
-        fitted=wish.fitted,
-        strings=tuple(dict.fromkeys(wish.strings)) if len(wish.strings) <= MAX_STOP_STRINGS else (),
+        max_tokens=fields.max_tokens,
+        min_tokens=fields.min_tokens,
+        fitted=fields.fitted,
+        strings=tuple(dict.fromkeys(fields.strings)) if len(fields.strings) <= MAX_STOP_STRINGS else (),
         token_ids=token_ids,
-        include=wish.include,
+        include=fields.include,
     )
 
 

@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Foretelling:
+class KernelQuery:
     """What the list depends on, beside the settings."""
 
     config: ModelConfig
@@ -45,7 +45,7 @@ class Foretelling:
     draft: tuple[ModelConfig, Format] | None = None  # of a draft model
 
 
-def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
+def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
     """The sources and their definitions, and some more where it is not known how memory will suffice."""
     wanted = WantedKernels(what.gpu)
     if settings.decoder not in ("auto", "graph"):
@@ -62,16 +62,16 @@ def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
     return wanted.sources
 
 
-def foretell_any(settings: EngineSettings, what: Foretelling) -> set[Source]:
+def required_kernels_any_context(settings: EngineSettings, what: KernelQuery) -> set[Source]:
     """Whatever `max-context` and `max-sequences` will be: into how many parts a context is split decides which blocks
     of attention may wait for each other."""
-    found = foretell(settings, what)
+    found = required_kernels(settings, what)
     for parts in range(1, SPLITS + 1):
-        found |= foretell(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
+        found |= required_kernels(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
     return found
 
 
-def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) -> Iterator[Parts]:
+def _models(settings: EngineSettings, what: KernelQuery, wanted: WantedKernels) -> Iterator[Parts]:
     """The model as it would be served; twice where plain copies of packed weights may have room or not."""
     full = shape_weights(what.config, what.form, torch.bfloat16)
     config, weights = fewer_layers(what.config, full)
@@ -103,7 +103,7 @@ def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
     return DraftModel(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")))
 
 
-def _context(settings: EngineSettings, what: Foretelling, sequences: int, weights: int) -> int:
+def _context(settings: EngineSettings, what: KernelQuery, sequences: int, weights: int) -> int:
     """Tokens of the longest sequence."""
     config = what.config
     shape = kv_shape(config)

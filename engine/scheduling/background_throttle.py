@@ -35,7 +35,7 @@ class _Sides(NamedTuple):
     mixed: bool  # some of `before` rank behind some of the others
 
 
-class _Cost:
+class _StepCost:
     """Seconds of a step, as lately."""
 
     __slots__ = ("seconds", "steps")
@@ -53,11 +53,11 @@ class _Cost:
         return self.steps >= _MEASURED
 
 
-class Yielding:
+class BackgroundThrottle:
     """Asked before each step in which somebody is watched, told after it."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, _Cost] = {}  # by rows of the background beside the others
+        self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
         self._others = 0  # rows of those when they were measured
         self._chunk = 0.0  # seconds that one adds; 0: not measured yet
         self._since_chunk = 0.0  # seconds of steps
@@ -116,7 +116,7 @@ class Yielding:
             self._chunk = max(now - began - others, 0.0)
             self._settling = _SETTLING
         elif len(rows) == len(plan.rows) and not self._settling:
-            self._costs.setdefault(self._fed, _Cost()).learn(seconds)
+            self._costs.setdefault(self._fed, _StepCost()).learn(seconds)
 
     def _adapt(self, others: int) -> None:
         """What was measured beside other company, or long ago, says nothing."""
