@@ -1,4 +1,4 @@
-"""The composition root: settings to the parts of a server, bound and not yet started."""
+"""Composes a server: from settings to its parts, bound and not yet started."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ from service.transport.relays.relays import RelayCounts, RelayOptions
 
 
 def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
-    """What is spoken."""
     wished = settings.protocols
     others: tuple[tuple[bool, WireProtocol], ...] = (
         (wished.vllm_engine, VllmEngine()),
@@ -67,7 +66,7 @@ def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServerParts:
-    """What starts and stops with the server."""
+    """Parts that start and stop with the server."""
 
     identity: Identity
     reloader: Reloader
@@ -86,7 +85,7 @@ class ServerParts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, what files say of callers, of ourselves and of the settings."""
+        """Reads again, soon, the files of callers, certificates and settings."""
         self.reloader.now()
         self.identity.reload()
         self.admission.quotas.reload()
@@ -104,7 +103,7 @@ def build(
     refusals: Counter[str],
     begun: Begun,
 ) -> ServerParts:
-    """Everything, bound and not yet started, but for the engine's first process, which was begun."""
+    """Makes all parts, bound and not yet started, but for the engine's first process, which was begun."""
     identity = Identity(settings)
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
@@ -184,7 +183,7 @@ class _Ports:
         self._contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
 
     def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
-        """As open_port. One without services is for probes, and speaks no TLS."""
+        """Opens a port. One without services is for probes, and uses no TLS."""
         credentials = self._identity.credentials() if services else None
         port = open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
         self._evictor.watch(port.number, bounds, inbox.busy)
@@ -200,7 +199,7 @@ class _Ports:
         relays: RelayOptions,
         counts: RelayCounts,
     ) -> Port:
-        """The port for callers: of this process, or of so many that share it."""
+        """Opens the port for callers: of this process, or of relays that share it."""
         if relays.count == 1:
             return self.open("listen", address, services, inbox, bounds)
         handlers, certificates = self._handlers(services, inbox), self._identity.certificates
@@ -230,7 +229,7 @@ def _use_cases(
     counted: frozenset[str],
     begun: Begun,
 ) -> tuple[UseCases, EngineClient]:
-    """What protocols call, around an engine that is not started yet."""
+    """Makes the use cases around an engine that is not started yet."""
     cache_options = checked(settings.cache)
     tokenizer = _tokenizer(settings)
     if tokenizer.digest != processes.digest:

@@ -1,4 +1,4 @@
-"""A server from its settings to its end: start, signals, drain."""
+"""Runs a server from its settings to its end: start, signals, drain."""
 
 from __future__ import annotations
 
@@ -135,13 +135,13 @@ async def _drain(within: float | None, parts: ServerParts, stop: Signals) -> int
 
 
 async def _close(parts: ServerParts) -> None:
-    """What is still live fails with UNAVAILABLE, and every port is closed."""
+    """Fails live requests with UNAVAILABLE, and closes every port."""
     parts.health.close()
     await asyncio.gather(parts.engine.close(), *(port.close(_STATUS_GRACE) for port in parts.ports))
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
-    """These tasks never end by themselves: raises the error that ended one."""
+    """Raises the error that ended one of the tasks, which never end by themselves."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

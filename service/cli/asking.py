@@ -1,4 +1,4 @@
-"""One question to a server, whose answer is shown as it comes."""
+"""Asks a server one question and prints the answer as it arrives."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Asker:
         self._timeout = timeout
 
     def ask(self, request: pb.GenerateStreamRequest, out: TerminalOutput) -> CallOutcome:
-        """Asks for LIMIT tokens at most where the request names no limit, and says so where that cuts the answer
-        short. Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
+        """Asks for LIMIT tokens at most where the request names no limit, and reports where that cuts the answer short.
+        Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
         if request.stopping.HasField("max_tokens"):
             return self._stream(request, out)
         limited = pb.GenerateStreamRequest()

@@ -1,7 +1,6 @@
-"""`whippet generate` without a prompt, on a terminal: question and answer in turns, until ctrl-D.
+"""Runs a conversation on a terminal, `whippet generate` without a prompt: question and answer in turns, until ctrl-D.
 
-What was said is kept in memory alone, the lines that were typed included. There is no more than three commands: what
-sampling has to say is said by flags, once.
+Messages are kept in memory alone, typed lines included. There are only three commands: sampling is set once, by flags.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ Lines that are pasted together are one message. A message may begin with / after
 
 
 class ConversationTurns:
-    """What the model is told of the conversation."""
+    """Messages of the conversation that the model sees."""
 
     def __init__(self, system: str | None) -> None:
         self.system = system
         self._messages: list[pb.ChatMessage] = []
 
     def asked(self, question: str) -> pb.Chat:
-        """The chat that ends with a question. It is remembered once it has an answer."""
+        """Returns the chat that ends with a question, which is kept once it has an answer."""
         system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
         return pb.Chat(messages=[*system, *self._messages, _user(question)])
 
@@ -56,7 +55,7 @@ def _user(text: str) -> pb.ChatMessage:
 
 
 class Conversation:
-    """`request`: all that a question has besides its messages. `timeout`: seconds for each answer."""
+    """`request` holds everything but the messages. `timeout`: seconds for each answer."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class Conversation:
         self._turns = turns
 
     def run(self) -> int:
-        """Until the user ends it. Returns the exit code."""
+        """Runs until the user ends it. Returns the exit code."""
         _edit_lines()
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
@@ -87,7 +86,7 @@ class Conversation:
                 complain("that is not UTF-8 text", 0)
 
     def _obey_or_ask(self, line: str) -> bool:
-        """False where the conversation is to end."""
+        """Returns False where the conversation should end."""
         command = _COMMAND.fullmatch(line.rstrip())
         if command is None:
             if line.strip():
@@ -107,7 +106,7 @@ class Conversation:
         return True
 
     def _ask(self, question: str) -> None:
-        """What goes wrong is told in one line, and the question is forgotten."""
+        """Asks a question. An error is printed in one line, and the question is dropped."""
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
@@ -121,7 +120,7 @@ class Conversation:
 
 
 def _edit_lines() -> None:
-    """Editing and earlier lines, where this Python has readline. A paste of several lines then is one line to it."""
+    """Enables line editing and history, where this Python has readline, which reads a paste of several lines as one."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -129,8 +128,8 @@ def _edit_lines() -> None:
 
 
 def _read() -> str | None:
-    """A message; None at the end of input. What is waiting already belongs to it, so that half a paste is never sent
-    by a terminal that does not mark them."""
+    """Returns a message; None at the end of input. Input that is already waiting belongs to it, so that half a paste is
+    never sent by a terminal that does not mark them."""
     lines: list[str] = []
     try:
         lines.append(input(_PROMPT))

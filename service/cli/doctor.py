@@ -1,8 +1,8 @@
-"""`whippet doctor`: what this machine has, and how a model would be served on it.
+"""Reports what this machine has, and how a model would be served on it: `whippet doctor`.
 
 The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible, 2 where what was named is no model's folder. A port that is taken is reported but is no such reason, since a
-running server takes it.
+impossible, 2 where the path is no model's folder. A port that is taken is reported but does not fail, since a running
+server takes it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
-    """The whole report, as printed with --json."""
+    """Returns the whole report, as printed with --json."""
     machine = machines.look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _engine_report(flags)
@@ -97,7 +97,7 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
-    """Where compiled code and the embedder are kept, what is wrong with it, and a problem that forbids it."""
+    """Returns where compiled code and the embedder are kept, what is wrong with it, and problems that forbid it."""
     try:
         found = look(folder, os.environ)
     except UnsafeFolder as error:
@@ -106,7 +106,7 @@ def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
 
 
 def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
-    """Where what was made ahead is looked for, and a problem that forbids it."""
+    """Returns the folder of what was made ahead, and problems that forbid it."""
     named = os.environ.get(PREBUILT)
     try:
         path = look_ahead(folder or (Path(named) if named else None))
@@ -116,7 +116,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
-    """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
+    """Returns the report of `engine.worker.doctor`; `problems` alone where it gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
     if flags.digest:

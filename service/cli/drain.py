@@ -1,4 +1,4 @@
-"""`whippet drain`: takes a running server out of service, or back into it. For hooks before a stop, and operators.
+"""Takes a running server out of service, or back into it: `whippet drain`, for hooks before a stop, and operators.
 
 Exit codes: 0 done: with --wait drained, without it begun; 1 where requests were still live when the time was over;
 2 for a command line that makes no sense; 3 where nobody answers in time; 64 and the gRPC code for a refusal; 130 for

@@ -1,5 +1,5 @@
-"""`whippet generate`: sends a prompt to a server and streams the answer to stdout; without a prompt, on a terminal, one
-after another.
+"""Sends a prompt to a server and streams the answer to stdout: `whippet generate`. Without a prompt, on a terminal, it
+holds a conversation.
 
 Exit codes: 0; 2 for a command line that makes no sense; 64 and the gRPC code for a refusal; 130 for ctrl-C; 141 where
 stdout was closed by its reader.
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """What is left out has the model's own default."""
+    """Adds sampling flags. Without one, the model's own default applies."""
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"the most tokens; default: {LIMIT}, or what the context leaves"
     )
@@ -146,7 +146,7 @@ def _template_argument(text: str) -> tuple[str, Any]:
 
 
 def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
-    """Without what is asked; with the flags that were given, which the server validates."""
+    """Makes the request without its input, from the flags given, which the server validates."""
     try:
         sampling = {name: getattr(flags, name) for name in _SAMPLING}
         request = pb.GenerateStreamRequest(

@@ -1,4 +1,4 @@
-"""`whippet health`: asks a server whether it serves, for probes and scripts.
+"""Asks a server whether it serves, for probes and scripts: `whippet health`.
 
 Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where nobody answers in time; 64 and
 the gRPC code for a refusal; 130 for ctrl-C.

@@ -1,4 +1,4 @@
-"""`whippet prebuild`: makes ahead what servers compile or export at their first start, in processes of their own."""
+"""Makes ahead what servers compile or export at their first start, in processes of their own: `whippet prebuild`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _kernels(flags: argparse.Namespace) -> list[str]:
-    """What the engine is told of models and GPUs."""
+    """Returns the engine's flags for models and GPUs."""
     given = [f"--model={model.resolve()}" for model in flags.model]
     for name in ("arch", "multiprocessors", "quantization"):
         if getattr(flags, name) is not None:

@@ -1,4 +1,4 @@
-"""`whippet profile`: where a running server spends its time, as collapsed stacks for a flame graph."""
+"""Profiles a running server as collapsed stacks for a flame graph: `whippet profile`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _opened(path: str) -> nullcontext[TextIO] | TextIO:
-    """Before the profile is taken, not after."""
+    """Opens the output before the profile is taken, not after."""
     if path == "-":
         return nullcontext(sys.stdout)
     try:

@@ -1,4 +1,4 @@
-"""`whippet top`: what a running server does, on the terminal, again and again.
+"""Prints repeatedly what a running server does: `whippet top`.
 
 Exit codes: 0 after ctrl-C, `q` or the one frame of --once; 2 for a command line that makes no sense; 64 and the gRPC
 code where --once gets no answer, or where the server refuses to be looked at.
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Unseen(Exception):
-    """The server cannot be looked at. One line, and the exit code."""
+    """The server cannot be polled. One line, and the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -117,7 +117,7 @@ class ServerWatch:
         self._trouble = ""
 
     def lines(self, width: int) -> list[str]:
-        """The frame; before there were two looks, over the server's whole life."""
+        """Returns the frame; before the second poll, over the server's whole life."""
         trouble = [f"trying again: {self._trouble}"[:width]] if self._trouble else []
         if not self._looks:
             return trouble
@@ -133,7 +133,7 @@ def _once(watch: ServerWatch, interval: float) -> None:
 
 
 def _listed(watch: ServerWatch, interval: float) -> None:
-    """One frame after another, for a file or a pipe."""
+    """Prints one frame after another, for a file or a pipe."""
     while True:
         watch.look()
         _print(watch)
@@ -141,7 +141,7 @@ def _listed(watch: ServerWatch, interval: float) -> None:
 
 
 def _print(watch: ServerWatch) -> None:
-    """As wide as COLUMNS says, else 120. A blank line parts frames."""
+    """Prints as wide as COLUMNS, else 120. A blank line separates frames."""
     width = shutil.get_terminal_size((120, 40)).columns
     sys.stdout.write("\n".join([*watch.lines(width), "", ""]))
     sys.stdout.flush()
@@ -162,7 +162,7 @@ def _live(watch: ServerWatch, interval: float) -> None:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[float], bool]]:
-    """A screen of its own, given back at the end. Gives what waits for `q`."""
+    """Opens an alternate screen, closed at the end. Yields a function that waits for `q`."""
     keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before = None if keys is None else termios.tcgetattr(keys)
 

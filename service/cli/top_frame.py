@@ -1,7 +1,7 @@
-"""One frame of `whippet top`: two looks at a server, as lines of text.
+"""Renders one frame of `whippet top` from two polls of a server.
 
-Rates and latencies are of the time between the two looks; where the engine was restarted meanwhile, its counters began
-again at 0 and so does their rate.
+Rates and latencies are of the time between the two polls; where the engine was restarted meanwhile, its counters and
+rates begin at 0.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server said at one moment."""
+    """Load that a server reported at one moment."""
 
     at: float  # seconds, monotonic
     load: admin_pb2.GetLoadResponse
 
 
 def birth(look: Look) -> Look:
-    """What there was to see when that server started: nothing."""
+    """Returns the empty load of the server's start."""
     return Look(look.at - look.load.uptime.ToNanoseconds() / 1e9, admin_pb2.GetLoadResponse())
 
 
 class Between:
-    """From one look to the next, of the same server process."""
+    """Difference between two polls of the same server process."""
 
     def __init__(self, before: Look, now: Look) -> None:
         self._before, self._now = before.load, now.load
         self.seconds = max(now.at - before.at, 1e-9)
 
     def rate(self, field: str) -> float:
-        """Of a counter, a second."""
+        """Returns the rate of a counter per second."""
         count: int = getattr(self._now, field) - getattr(self._before, field)
         return max(0, count) / self.seconds
 
     def rates(self, field: str) -> dict[str, float]:
-        """Of a map of counters, those that there are."""
+        """Returns the rates of a map of counters."""
         now, before = getattr(self._now, field), getattr(self._before, field)
         return {name: max(0, count - before.get(name, 0)) / self.seconds for name, count in sorted(now.items())}
 
@@ -74,13 +74,13 @@ class Between:
 
     @property
     def processor(self) -> float:
-        """Share of one core that the front used."""
+        """Returns the share of one core that the front used."""
         used = self._now.front_cpu.ToNanoseconds() - self._before.front_cpu.ToNanoseconds()
         return max(0.0, used / 1e9 / self.seconds)
 
 
 def frame(before: Look, now: Look, width: int) -> list[str]:
-    """No line is wider than that."""
+    """Returns lines of at most `width`."""
     if now.load.uptime.ToNanoseconds() < before.load.uptime.ToNanoseconds():  # it was started again
         before = birth(now)
     load, between = now.load, Between(before, now)
@@ -191,8 +191,8 @@ def _front(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
 
 
 def quantile(borders: list[float], counts: list[int], share: float) -> float | None:
-    """Where so much of what was counted lies below, as if values spread evenly in their bucket. Beyond the last border
-    it is that border. None where nothing was counted."""
+    """Returns the value below which `share` of the counted values lie, as if they spread evenly in their bucket. Beyond
+    the last border it is that border. None where nothing was counted."""
     below, wanted = 0, share * sum(counts)
     if not wanted:
         return None
@@ -209,7 +209,7 @@ def _row(label: str, cells: Iterable[str]) -> Row:
 
 
 def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
-    """What does not fit beside the label goes on below."""
+    """Yields lines; cells that do not fit beside the label continue below."""
     line = label
     for part in cells:
         if len(line) + len(part) > width and len(line) > _LABEL:
@@ -220,7 +220,7 @@ def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _first(rates: Mapping[str, float], name: str) -> list[tuple[str, float]]:
-    """With one of them first, there or not; others only while they move."""
+    """Returns rates with `name` first, present or not; others only while they are above 0."""
     others = [(other, rate) for other, rate in rates.items() if other != name and rate]
     return [(name, rates.get(name, 0.0)), *others]
 

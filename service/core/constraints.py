@@ -22,7 +22,7 @@ _DEADLY: Final = "is too complex: the process that checks it does not survive it
 
 
 class ConstraintReader:
-    """Of one server. Belongs to one event loop."""
+    """Reads the constraints of requests to one server. Used from one event loop."""
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes

@@ -1,6 +1,5 @@
-"""The use case: a request is let in and tokenized, its answer is found or generated, and delivered part by part. Unary
-and streamed answers differ in their sink alone.
-"""
+"""Implements generation: a request is admitted and tokenized, its answer is found or generated, and delivered part by
+part. Unary and streamed answers differ in their sink alone."""
 
 from __future__ import annotations
 
@@ -42,8 +41,6 @@ from service.observability.record import RecordBuilder
 
 
 class Generator:
-    """Answers requests."""
-
     def __init__(
         self,
         model: ServedModel,
@@ -58,15 +55,14 @@ class Generator:
 
     @property
     def semantic(self) -> bool:
-        """Whether there is a semantic cache."""
         return self._sources.semantic
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """The whole answer in one message. Raises what `status` knows."""
+        """Sends the whole answer in one message. Raises what `status` knows."""
         return self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
 
     def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
+        """Sends the answer in messages as the request's `delivery` asks. Raises what `status` knows."""
         origin.record.streamed = True
         return self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
 
@@ -102,7 +98,6 @@ class Generator:
                 await self._deliver_all(found, origin, outlet, call)
 
     async def _deliver(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
-        """One answer."""
         request, record = found.request, origin.record
         parser = self._model.answer_parser(request, found.engine_request.token_ids)
         sink = call.make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
@@ -118,8 +113,8 @@ class Generator:
                 _note(record, found, source)
 
     async def _deliver_all(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
-        """Several answers. All take their admission slots before the engine has begun any, so that a refusal is one of
-        the whole."""
+        """Delivers several answers. All take their admission slots before the engine has begun any, so that all are
+        refused together."""
         count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
         if count > self._admission.slots.total:
             raise InvalidRequest((Violation("n", f"must be at most {self._admission.slots.total} on this server"),))
@@ -143,13 +138,13 @@ class Generator:
         return self._admission.live
 
     def _lowered(self, request: Request, tenant: str) -> Request:
-        """With the highest priority that the tenant may have, where it asks for more."""
+        """Limits the priority to the highest that the tenant may have."""
         highest = self._admission.quotas.policy(tenant).priority
         return replace(request, priority=highest) if request.priority > highest else request
 
 
 class _AnswersCall(msgspec.Struct, frozen=True):
-    """What all answers of a call have in common."""
+    """Data that all answers of a call share."""
 
     prompt: PromptFacts
     make_sink: Callable[[Outlet, bool], Sink]
@@ -158,8 +153,6 @@ class _AnswersCall(msgspec.Struct, frozen=True):
 
 
 class _Reading:
-    """One answer on its way from its source to the sink."""
-
     def __init__(
         self,
         found: CacheFindings,
@@ -197,8 +190,8 @@ class _Reading:
             await self._sink.begin(prompt)
 
     async def run(self, prompt: PromptFacts) -> None:
-        """From the log-probabilities of the prompt, if they are wanted, to the answer's last message. What comes last
-        is left for the message that carries the ending.
+        """Sends everything from the prompt's log-probabilities, if wanted, to the answer's last message. What comes
+        last is left for the message that carries the ending.
 
         Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
         """
@@ -278,7 +271,7 @@ class _Reading:
 
 
 def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> None:
-    """What is known of the answer's source, however its reading ended."""
+    """Records the answer's source, however its reading ended."""
     record.submitted_at = source.submitted_at
     record.draft_proposed, record.draft_accepted = source.draft_proposed, source.draft_accepted
     took = source.finish or source.start
@@ -291,7 +284,7 @@ def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> 
 
 
 def _operation(prompt: Prompt) -> str:
-    """As the semantic conventions of OpenTelemetry have it."""
+    """Returns the operation's name in OpenTelemetry's semantic conventions."""
     return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
 
 
@@ -310,8 +303,8 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
 
 
 def _most(stops: Stops, facts: ModelFacts) -> int:
-    """Tokens of the answer, as far as the context leaves room for them. A model's own limit is a default: more are
-    generated where the caller wants at least so many."""
+    """Returns the most tokens of the answer that the context has room for. A model's own limit is a default: more are
+    generated where the caller's minimum requires it."""
     if stops.max_tokens is not None:
         return stops.max_tokens
     return facts.max_context if facts.most_tokens is None else max(facts.most_tokens, stops.min_tokens)

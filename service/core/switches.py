@@ -1,4 +1,4 @@
-"""The optimisations that can be turned on and off while requests are served."""
+"""Turns optimisations on and off while requests are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # read through `on` by their users; al
 
 @dataclass(frozen=True, slots=True)
 class OptimizationSwitch:
-    """One optimisation: as it was asked for, and as it is."""
+    """One optimisation as requested and as effective."""
 
     name: str
     requested: bool
@@ -27,8 +27,6 @@ class OptimizationSwitch:
 
 
 class OptimizationSwitches:
-    """Every switch of this build."""
-
     def __init__(
         self,
         options: OptimizationOptions,
@@ -42,17 +40,16 @@ class OptimizationSwitches:
         self._requested: dict[str, bool] = {name: getattr(options, name) for name in self._options}
 
     def all(self) -> tuple[OptimizationSwitch, ...]:
-        """Sorted by name."""
         unused = self._reasons()
         return tuple(self._switch(name, unused) for name in self._options)
 
     def on(self, name: str) -> bool:
-        """What was requested last."""
+        """Returns what was requested last."""
         return self._requested[name]
 
     @property
     def reverts(self) -> Mapping[str, int]:
-        """How often each was turned back, because steps failed with it."""
+        """Returns how often each was reverted because steps failed with it."""
         return {name: self._engine.reverts.get(name, 0) for name in self._options if name not in _OURS}
 
     async def set(self, name: str, enabled: bool) -> OptimizationSwitch:
@@ -77,7 +74,7 @@ class OptimizationSwitches:
         return replace(switch, effective=switch.requested and not reason, why_not=reason)
 
     def _reasons(self) -> Mapping[str, str]:
-        """Why switches do nothing, by name."""
+        """Returns why switches have no effect, by name."""
         info = self._engine.info
         if info is None:
             return dict.fromkeys(self._options, "the engine has not been ready yet")

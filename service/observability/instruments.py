@@ -1,4 +1,4 @@
-"""What watches the server while it serves, made once."""
+"""Makes the server's observers, once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Instruments:
         traces: Mapping[str, int] = MappingProxyType({}),
         sample: Sample | None = None,
     ) -> None:
-        """`others`: who is told of calls as well. `traces`: how many there were, by what became of them. `sample`:
-        which there are to be."""
+        """`others`: further observers of calls. `traces`: counts of traces by outcome. `sample`: decides which calls
+        are traced."""
         self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)

@@ -1,4 +1,4 @@
-"""Names of metrics: every family with its one sentence, and every event that is counted with its family.
+"""Names every metric family with its help, and every counted event with its family.
 
 Labels are names of methods, rules and states, never a caller's text.
 """
@@ -14,7 +14,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The family that an event is counted in, and with which labels."""
+    """Family and labels of a counted event."""
 
     family: str
     label: str = ""  # name of the event's own label; empty where it has none

@@ -56,7 +56,6 @@ class Metrics:
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
-        """All families, as of now."""
         load = self._engine.load
         return [
             *self._process(),
@@ -106,7 +105,7 @@ class Metrics:
         yield _by("traces", self._instruments.traces)
 
     def _tenants(self) -> Iterator[Metric]:
-        """Those that the operator wants named."""
+        """Yields metrics of tenants that the operator wants named."""
         uses = self._admission.uses
         yield _by("tenant_requests_live", {use.tenant: use.live for use in uses})
         yield _by("tenant_tokens_left", {use.tenant: use.tokens_left for use in uses if use.tokens_left is not None})
@@ -134,7 +133,7 @@ class Metrics:
         yield from rows.families()
 
     def _outcomes(self, rows: _Rows, counts: Counts) -> None:
-        """The semantic cache's lookups as hits and misses."""
+        """Counts the semantic cache's lookups as hits and misses."""
         if self._caches.semantic_mode is Mode.OFF:
             return
         served = "hit" if self._caches.semantic_mode is Mode.ON else "shadow"
@@ -178,7 +177,7 @@ class _Rows:
         row[key] = row.get(key, 0) + count
 
     def families(self) -> Iterator[Metric]:
-        """Those with at least one row."""
+        """Yields families with at least one row."""
         for name, row in self._rows.items():
             yield _family(name, dict(sorted(row.items())))
 
@@ -200,17 +199,15 @@ def _engine(load: EngineLoad) -> Iterator[Metric]:
 
 
 def _one(name: str, value: float | Histogram) -> Metric:
-    """Of a family without labels."""
     return _family(name, {(): value})
 
 
 def _by(name: str, values: Mapping[str, float] | Mapping[str, Histogram]) -> Metric:
-    """Of a family with one label."""
     return _family(name, {(label,): value for label, value in values.items()})
 
 
 def _family(name: str, rows: Rows) -> Metric:
-    """Rows by label values, in the order of the family's labels."""
+    """Makes a family of rows by label values, in the order of the family's labels."""
     family = FAMILIES[name]
     metric: Any = _KINDS[family.kind](f"whippet_{name}", family.help, labels=family.labels)
     for labels, row in rows.items():

@@ -1,5 +1,5 @@
-"""The metrics port: plain HTTP that answers GET /metrics, with bounds on what its clients can cost. All other paths are
-answered by the site that the port is given, such as the console; with certificates, over TLS as well.
+"""Serves the metrics port: plain HTTP that answers GET /metrics, with bounds on its clients' cost. All other paths are
+answered by the port's site, such as the console; with certificates, over TLS as well.
 
 Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread, which
 nothing else uses.
@@ -52,7 +52,6 @@ class _Client:
         return None if self in self._streams else self.accepted
 
     def take(self) -> bool:
-        """See Hold.take."""
         if len(self._streams) >= _MAX_STREAMS:
             return False
         self._streams.add(self)
@@ -60,7 +59,6 @@ class _Client:
         return True
 
     def end(self) -> None:
-        """See Hold.end."""
         self._streams.discard(self)
         self.wait(asyncio.get_running_loop().time() + _TIMEOUT)
 
@@ -77,8 +75,8 @@ class _Client:
 
 
 class _Streams(asyncio.StreamReaderProtocol):
-    """Lets a request that a page repeats be answered without waking the connection's task: pages poll, and waking it
-    costs several times what the response does."""
+    """Answers a request that a page repeats without waking the connection's task: pages poll, and waking it costs
+    several times what the response does."""
 
     head = b""  # of that request
     repeat: Callable[[], bool] | None = None  # whether it was answered
@@ -101,7 +99,7 @@ class MetricsPort:
         site: Site | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """`site` answers what is not PATH. `tls`: the context for a new connection that begins with TLS."""
+        """`site` answers paths other than PATH. `tls`: the context for a new connection that begins with TLS."""
         self._families = families
         self._site = site
         self._tls = tls
@@ -233,7 +231,7 @@ class MetricsPort:
 
 
 def _repeat(exchange: Exchange, client: _Client) -> bool:
-    """Whether the response was sent once more. A client that is slow to read has to wait for the task."""
+    """Whether the response was sent once more. A client that reads slowly waits for the task."""
     if exchange.again is None or exchange.writer.transport.get_write_buffer_size():
         return False
     found = exchange.again()
@@ -260,7 +258,7 @@ async def _opened(
 
 
 async def _first_byte(accepted: socket.socket) -> bytes:
-    """The first byte that comes, which stays to be read; empty where the client has gone."""
+    """Returns the first byte that arrives, which stays to be read; empty where the client has gone."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(accepted, came.set)
     try:

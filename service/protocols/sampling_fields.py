@@ -1,4 +1,4 @@
-"""What a caller may wish for in every protocol, and the bounds of it. Fields are named as the caller's protocol has
+"""Reads and bounds the generation options that all protocols share. Fields are named as the caller's protocol names
 them."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token shall be drawn. None: the model's default; of a seed, a fresh one."""
+    """Sampling options of a request. None: the model's default; for the seed, a fresh one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -56,8 +56,6 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StopFields(msgspec.Struct, frozen=True, kw_only=True):
-    """When the answer shall end."""
-
     max_tokens: int | None = None  # None: as many as the context leaves
     fitted: bool = False  # as in Stops
     min_tokens: int = 0
@@ -68,7 +66,7 @@ class StopFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sampling(fields: SamplingFields | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
-    """With the model's defaults where nothing is wished. `prefix` is put before the names of fields."""
+    """Resolves options with the model's defaults. `prefix` is put before the names of fields."""
     seed = secrets.randbits(63) if fields is None or fields.seed is None else fields.seed % _SEEDS
     if fields is None:
         return replace(facts.defaults, seed=seed)
@@ -108,8 +106,8 @@ def read_stops(
     *,
     scored: bool = False,
 ) -> Stops:
-    """`strings` is what the protocol calls the field of stop strings. `scored`: the prompt's log-probabilities are
-    wanted, so that an answer of no tokens makes sense."""
+    """`strings` is the protocol's name of the stop strings' field. `scored`: the prompt's log-probabilities are wanted,
+    so that an answer of no tokens makes sense."""
     if fields.max_tokens is not None:
         found.number(f"{prefix}max_tokens", fields.max_tokens, 0 if scored else 1, None)
     found.number(f"{prefix}min_tokens", fields.min_tokens, 0, None)
@@ -152,7 +150,7 @@ def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, fie
 
 
 def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: str) -> ConstraintText:
-    """Its bounds; whether it can be used is seen once the request is let in."""
+    """Checks sizes only; whether the constraint can be used is found after admission."""
     if kind == "choice" and (not 1 <= len(texts) <= MAX_OPTIONS or not all(texts)):
         found.add(field, f"must be 1 to {MAX_OPTIONS} texts, none of them empty")
     if sum(map(len, texts)) > MAX_CONSTRAINT or sum(len(text.encode()) for text in texts) > MAX_CONSTRAINT:
@@ -162,14 +160,14 @@ def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: s
 
 
 def read_logprobs(given: int | None, found: Violations, field: str) -> int | None:
-    """How many candidates are sent beside each token's own."""
+    """Checks the number of candidates beside each token's own."""
     if given is not None:
         found.number(field, given, 0, MAX_LOGPROBS)
     return given
 
 
 def read_answers(given: int, max_tokens: int | None, found: Violations, field: str) -> int:
-    """How many are to be generated for the one prompt."""
+    """Checks the number of answers to one prompt."""
     found.number(field, given, 1, MAX_ANSWERS)
     if given > 1 and max_tokens == 0:
         found.add(field, "must be 1 where max_tokens is 0")
@@ -177,7 +175,7 @@ def read_answers(given: int, max_tokens: int | None, found: Violations, field: s
 
 
 def read_request_id(given: str, found: Violations, field: str = "request_id") -> str:
-    """Made here where the caller has none."""
+    """Returns the caller's request id, or makes one."""
     if not given:
         return secrets.token_hex(12)
     if not _REQUEST_ID.fullmatch(given):
@@ -187,7 +185,8 @@ def read_request_id(given: str, found: Violations, field: str = "request_id") ->
 
 @contextmanager
 def fields_called(names: Mapping[str, str]) -> Iterator[None]:
-    """Around what the use cases refuse: they name fields as whippet.v1 does; `names` are the protocol's own."""
+    """Renames fields in violations raised within: use cases name fields as whippet.v1 does; `names` are the protocol's
+    own."""
     try:
         yield
     except InvalidRequest as error:

@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class TraceExporter:
-    """An observer of calls. `counts`: those that were sampled, by `exported` or why they were dropped."""
+    """Observes calls. `counts`: sampled calls, by `exported` or why they were dropped."""
 
     def __init__(
         self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value], roots: bytes | None = None
     ) -> None:
-        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. To be
-        made inside the event loop."""
+        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. Made
+        inside the event loop."""
         self.counts = Counter(dict.fromkeys(("exported", "queue", "failed", "refused", "shutdown"), 0))
         self._ratio = ratio
         self._model = model
@@ -72,7 +72,6 @@ class TraceExporter:
         return not call.method.startswith(_NOT_TRACED) and sampled(call.traceparent, call.trace_id, self._ratio)
 
     def __call__(self, record: RequestRecord) -> None:
-        """A call has ended."""
         if not record.traced:
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -103,7 +102,7 @@ class TraceExporter:
                 await self._deliver(batch)
 
     async def _deliver(self, batch: list[RequestRecord]) -> None:
-        """The batch is exported, or dropped."""
+        """Exports the batch, or drops it."""
         outcome = "shutdown"
         try:
             outcome = await self._attempts(await self._message(batch))
@@ -145,7 +144,7 @@ class TraceExporter:
         return message
 
     async def _pause(self, seconds: float) -> None:
-        """Shorter where the end comes."""
+        """Sleeps, but ends early at shutdown."""
         try:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
@@ -153,7 +152,7 @@ class TraceExporter:
             pass
 
     def _report(self, trouble: str) -> None:
-        """One line when it begins, and one when it is over."""
+        """Logs one line when trouble begins, and one when it is over."""
         if trouble and not self._failing:
             _log.warning("traces: %s does not take them: %s", self._address, trouble)
         elif not trouble and self._failing:

@@ -34,7 +34,7 @@ class Traces:
 
 
 def start(options: TraceOptions, model: str) -> Traces:
-    """To be called inside the event loop. Raises BadSettings."""
+    """Called inside the event loop. Raises BadSettings."""
     if options.endpoint is None:
         return Traces(None)
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.proto") is None:

@@ -1,4 +1,4 @@
-"""An answer that is generated for this request: token ids become text here, once, whoever reads it."""
+"""Generates the answer for this request. Token ids become text here, once, however many readers there are."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Charge = Callable[[int], None] | None  # takes tokens that were fed or generated
 
 
 class EngineAnswer:
-    """Implements `cache.api.Generation`, and `AnswerSource` for a request whose answer nobody else reads.
+    """Implements `cache.api.Generation`, and `AnswerSource` for a request with a single reader.
 
     Takes an admission slot when it begins, and gives it back with its ending, when it is closed, or when it is refused
     while it waits.
@@ -102,7 +102,7 @@ class EngineAnswer:
         return stream
 
     async def __aenter__(self) -> EngineAnswer:
-        """For the one reader of an answer that nobody else reads. Raises as `begin`."""
+        """Begins the answer for its single reader. Raises as `begin`."""
         try:
             self.begin()
         except BaseException:
@@ -160,12 +160,12 @@ class EngineAnswer:
             self._slot.start()
 
     def abort(self, reason: str) -> None:
-        """The reader gets Aborted."""
         if self._stream is not None:
             self._stream.abort(reason)
 
     def refuse(self, error: Overloaded) -> None:
-        """Its place goes to somebody else, at once; the reader gets the error, one who reads for others as Refused."""
+        """Gives the slot up for another request at once. The reader gets the error, the leader of a shared generation
+        as LeaderRefused."""
         self._refusal = LeaderRefused(error) if self._patience is None else error
         self.abort("")
         self._leave()
@@ -201,7 +201,8 @@ class EngineAnswer:
         return AnswerPart(ids, text, None, cuts)
 
     def _last(self, ids: tuple[int, ...], finish: Finish) -> AnswerPart:
-        """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
+        """Returns the part of the engine's last event. A stop token's id is part of the answer; its text is not, unless
+        requested."""
         text = ""
         cuts: tuple[int, ...] = ()
         detokenizer = self._detokenizer

@@ -1,4 +1,4 @@
-"""Where an answer comes from: the response cache, the semantic cache, a generation shared with others who ask the same,
+"""Chooses the source of an answer: the response cache, the semantic cache, a generation shared with identical requests,
 or the engine alone.
 
 x-cache: `hit-response`, `hit-semantic`; `miss`, asked in vain; `bypass`, two generations may differ or
@@ -55,8 +55,6 @@ MakeRequest = Callable[[bytes, bool], GenerationRequest]  # of a prefix root, an
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """What a request does with the caches."""
-
     caches: Caches
     allowance: Allowance
     question: Question
@@ -66,12 +64,12 @@ class CachePlan:
 
     @property
     def learns(self) -> bool:
-        """Whether its answer is of use to the caches."""
+        """Whether the caches store the answer."""
         return self.response.write or self.semantic != _NO
 
 
 class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caches have for a request, and what the engine would be asked otherwise."""
+    """Result of the caches for a request, and the request that the engine would get otherwise."""
 
     request: Request
     engine_request: GenerationRequest
@@ -83,13 +81,13 @@ class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gather(self) -> bool:
-        """Whether parts come as small as they were stored or shared, so that messages have to be filled from them."""
+        """Whether parts arrive as small as they were stored or shared, so that messages must gather them."""
         return self.shared or self.hit is not None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Led:
-    """What others read along with: one call's generation."""
+    """One call's generation, which others may follow."""
 
     answer: EngineAnswer
     record: RecordBuilder
@@ -115,11 +113,10 @@ class AnswerSources:
 
     @property
     def semantic(self) -> bool:
-        """Whether there is a semantic cache."""
         return self._caches.semantic_mode is not Mode.OFF
 
     def may_know(self, request: Request) -> bool:
-        """Whether a cache may have the answer, or somebody else be generating it."""
+        """Whether a cache may have the answer, or another request be generating it."""
         accesses = (
             self._access(request.cache.response, RESPONSE_CACHE),
             self._access(request.cache.semantic, SEMANTIC_CACHE),
@@ -151,9 +148,9 @@ class AnswerSources:
     def open(
         self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
-        """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
-        the block lets go of it. Entering raises DeadlineExceeded or Overloaded where it would have to
-        be generated and there is no slot."""
+        """Opens the answer for a reader whose messages hold `limit` tokens. What is generated for it is charged.
+        Leaving the block releases it. Entering raises DeadlineExceeded or Overloaded where it must be generated and
+        there is no slot."""
         if found.hit is not None:
             return self._stored(found, found.hit, origin, limit)
         if found.plan is not None and found.shared:
@@ -191,7 +188,7 @@ class AnswerSources:
             yield source
 
     def _lead(self, question: Question, led: Led) -> EngineAnswer:
-        """From here on others may read this call's generation, also when it has just ended."""
+        """Publishes this call's generation, so that others may read it, even after it has ended."""
         led.record.span()
         self._leading[question] = led
         return led.answer
@@ -282,7 +279,8 @@ class AnswerSources:
         return findings(outcome, similar=similar, shared=plan.learns and _shareable(request, plan))
 
     async def _learn(self, plan: CachePlan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
-        """Off the request's path: stores the answer, and lets the semantic cache see what it would have said."""
+        """Stores the answer off the request's path, and lets the semantic cache compare it with what it would have
+        answered."""
         if plan.response.write:
             await plan.caches.responses.put(plan.question, whole)
         semantic = plan.caches.semantic
@@ -334,7 +332,7 @@ async def _reading(
     deadline: float | None,
     patience: Patience | None = None,
 ) -> AsyncIterator[SharedAnswer]:
-    """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
+    """Opens a shared answer. Refused callers must not have received headers, or they do not retry."""
     answer = SharedAnswer(parts, own, deadline, patience)
     try:
         await answer.opened()
@@ -344,7 +342,7 @@ async def _reading(
 
 
 def _shareable(request: Request, plan: CachePlan) -> bool:
-    """Whether this request's generation would do for others who ask the same, and theirs for it."""
+    """Whether this request and identical ones may share a generation."""
     own_way = request.time_budget is not None or request.cache.bypass_prefix
     fresh = request.cache.max_age is not None and request.cache.max_age < LINGER
     return plan.response == _BOTH and not own_way and not fresh
@@ -363,7 +361,7 @@ def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:
-    """The same, belonging to nobody: those who read it leave when their own time is over."""
+    """Returns the request without a deadline: readers leave when their own time is over."""
     name = f"{request.request_id}+{secrets.token_hex(4)}"
     return replace(request, request_id=name, deadline=None, expires_at=None)
 

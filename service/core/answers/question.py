@@ -1,4 +1,4 @@
-"""A request as the caches see it: what must be equal for two requests to have one answer."""
+"""Converts a request to the caches' key: what must be equal for two requests to have one answer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _END = 64  # characters that are looked at: from the first of many, the search w
 
 
 def cacheable(request: Request) -> bool:
-    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or one with a seed of
-    the caller's, and without log-probabilities."""
+    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or seeded by the
+    caller, and without log-probabilities."""
     output = request.output
     repeatable = request.sampling.temperature == 0 or (request.seeded and request.answers == 1)
     return repeatable and output.logprobs is None and output.prompt_logprobs is None
 
 
 def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
-    """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
+    """Collects the whole prompt and every resolved value of sampling and stopping."""
     sampling, stops, constraint = engine_request.sampling, request.stops, engine_request.constraint
     return Question(
         tenant=tenant,
@@ -54,9 +54,9 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
 
 
 def turn_of(request: Request, question: Question, caller: str, wished: bool) -> SemanticTurn | None:
-    """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
-    wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
-    must be equal."""
+    """Returns the last user turn with the messages before it. Plain text has no turns: it is taken as one where the
+    caller asked for the semantic cache by name, since a text to be continued depends on its last sign or space: that
+    end must be equal."""
     prompt = request.prompt
     if request.constraint is not None:  # what it shapes answers nobody else's words
         return None

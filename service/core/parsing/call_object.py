@@ -1,4 +1,4 @@
-"""One call as most models write it: {"name": "f", "arguments": {…}}, read as it comes."""
+"""Reads one call as most models write it, character by character: {"name": "f", "arguments": {…}}."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _KNOWN = _ARGUMENTS | {"name", "type", "id"}
 
 
 class CallObject:
-    """Given characters from its brace on. What is known of the call is in `name` and `arguments`: these are its text as
-    far as it has come, and grow. Arguments that come before the name wait for it here."""
+    """Reads characters from the opening brace on. `name` and `arguments` are its text as far as it has arrived.
+    Arguments that precede the name wait for it here."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -26,7 +26,7 @@ class CallObject:
         self._seen = False  # arguments
 
     def step(self, char: str) -> JsonStep:
-        """LAST with its closing brace."""
+        """Returns LAST with the closing brace."""
         if self._value is not None:
             return self._in_value(self._value, char)
         if char in _BLANK:
@@ -72,7 +72,7 @@ class CallObject:
         return self.step(char) if step is JsonStep.BEYOND else JsonStep.MORE
 
     def _take(self) -> bool:
-        """The key or value that has ended."""
+        """Takes the key or value that has ended."""
         if self._wants == "key":
             self._key = json.loads("".join(self._text))
             self._wants = "colon"

@@ -1,7 +1,7 @@
-"""Calls of tools in an answer's text.
+"""Finds tool calls in an answer's text.
 
-A call is given out from its first argument on, so that what turns out to be no call until then is text. What does not
-go on as JSON after that ends the call where it is, and is text from there.
+A call is emitted from its first argument on; what turns out to be no call before that is text. Where JSON becomes
+invalid after that, the call ends, and text follows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ ARGS, CALL_ID = "\ud810", "\ud811"  # markers that are tokens stand in the text 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls."""
-
     name: str
     opens: str  # what is before a call, or before all of them
     closes: str = ""  # what is behind each
@@ -33,15 +31,15 @@ class CallFormat:
 
 
 def new_id() -> str:
-    """Nine letters and digits: what the strictest template wants."""
+    """Returns nine letters and digits: what the strictest template requires."""
     return secrets.token_hex(5)[:9]
 
 
 class CallParser:
-    """One answer's, after its reasoning."""
+    """Parses one answer after its reasoning."""
 
     def __init__(self, form: CallFormat, begins: bool, make_id: Callable[[], str] = new_id) -> None:
-        """`begins`: what comes is the beginning of an answer."""
+        """`begins`: the text starts an answer."""
         self._form = form
         self._make_id = make_id
         self._read = self._first if form.first and begins else self._text
@@ -103,7 +101,6 @@ class CallParser:
         return end
 
     def _first(self, char: str) -> bool:
-        """At the answer's beginning."""
         if char in _BLANK:
             return self._hold(char)
         if char == "{":
@@ -124,7 +121,7 @@ class CallParser:
         return self._back()
 
     def _name(self, char: str) -> bool:
-        """A name that stands before its arguments."""
+        """Reads a name that precedes its arguments."""
         if _may_name(char) and len(self._object.name) < _LONGEST_NAME:
             self._object.name += char
             return self._hold(char)
@@ -132,7 +129,7 @@ class CallParser:
         return self._hold(char) if char == CALL_ID else self._named(char)
 
     def _id(self, char: str) -> bool:
-        """It is the model's own; callers get one of ours."""
+        """Skips the model's own id; callers get one of ours."""
         if char.isalnum():
             return self._hold(char)
         self._read = self._named
@@ -172,7 +169,6 @@ class CallParser:
         return True
 
     def _between(self, char: str) -> bool:
-        """Behind a call."""
         form = self._form
         if self._listed:
             if char == ",":
@@ -214,7 +210,7 @@ class CallParser:
         self._read = self._between
 
     def _give(self) -> None:
-        """What has come of the arguments."""
+        """Emits the arguments that have arrived."""
         arguments = self._object.arguments
         if not self._begun or not arguments:
             return
@@ -234,7 +230,7 @@ class CallParser:
         return True
 
     def _back(self) -> bool:
-        """The character is none of a call."""
+        """Treats the character as text instead of a call."""
         self._revert()
         return False
 
@@ -246,13 +242,12 @@ class CallParser:
         self._read = self._text
 
     def _drop(self) -> bool:
-        """What was held was not text."""
         self._held.clear()
         self._size, self._mark = 0, ""
         return True
 
     def _blank(self) -> bool:
-        """Whether what is held is nothing but blanks behind a call."""
+        """Whether only blanks behind a call are withheld."""
         return self._read == self._between and not "".join(self._held).strip()
 
 

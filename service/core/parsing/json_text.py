@@ -1,4 +1,4 @@
-"""JSON as it comes, a character at a time: where a value ends, and the first character that cannot belong to it."""
+"""Reads JSON one character at a time: finds where a value ends, and the first character that cannot belong to it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPLETE = frozenset("0123")
 
 
 class JsonStep(enum.Enum):
-    """What a character did to a value."""
+    """Effect of a character on a value."""
 
     MORE = enum.auto()
     LAST = enum.auto()  # it ends the value
@@ -28,7 +28,7 @@ class JsonStep(enum.Enum):
 
 
 class JsonValue:
-    """One value. Blanks before it are not part of it."""
+    """Reads one value. Blanks before it are not part of it."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # brackets

@@ -1,6 +1,6 @@
-"""Token ids to text, one id at a time: what all ids together decode to, cut into whole characters.
+"""Converts token ids to text one at a time: the text of all ids together, cut into whole characters.
 
-`feed` gives two texts: what earlier ids made and only this one settled, and what this one made itself.
+`feed` returns two texts: what earlier ids made and only this one settled, and what this one made itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class Assembler(Protocol):
     def feed(self, token_id: int) -> tuple[str, str]: ...
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """What several ids make, and the length of each one's share, where all of it is ASCII and nothing is held; else
-        None, and nothing has been fed. Most text is, and a step for each id costs several times as much."""
+        """Returns the text of several ids and the length of each one's share, where all of it is ASCII and nothing is
+        withheld; else None, and nothing has been fed. Most text is ASCII, and one step per id costs several times as
+        much."""
 
     def flush(self) -> str:
-        """What was held, once no more ids come."""
+        """Returns what was withheld, once no more ids come."""
 
 
 def assembler(pieces: Pieces, continues: bool) -> Assembler:
@@ -68,8 +69,8 @@ class ByteLevelAssembler:
 
 
 class FallbackAssembler:
-    """Ids are texts or single bytes. A run of bytes is text if the whole of it is UTF-8, and else one U+FFFD a byte:
-    only its end tells, so a run waits for the id after it."""
+    """Ids are texts or single bytes. A run of bytes is text if the whole of it is UTF-8, and else one U+FFFD a byte: a
+    run therefore waits for the id after it."""
 
     def __init__(self, pieces: FallbackPieces, continues: bool) -> None:
         self._table = pieces.table

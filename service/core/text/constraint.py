@@ -43,8 +43,6 @@ _DEFINED = tuple(f"/{name}/" for name in _DEFINITIONS)
 
 
 class ConstraintJob(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of the job."""
-
     kind: str
     texts: tuple[str, ...]  # one; of a choice, its options
 
@@ -53,7 +51,7 @@ _read = msgspec.msgpack.Decoder(ConstraintJob).decode
 
 
 def constraint(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """The grammar, in UTF-8."""
+    """Returns the grammar in UTF-8."""
     job = _read(payload)
     _go_last()
     return on_own_stack(lambda: _made(job)).encode()
@@ -116,7 +114,7 @@ def _grammar(schema: str) -> str:
 
 
 def _located(schema: dict[str, Any], fault: str) -> str:
-    """With the innermost part of the schema that has a fault by itself, as a JSON pointer."""
+    """Adds the innermost part of the schema that is faulty by itself, as a JSON pointer."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place, part, tried = "", schema, 0
     deeper = True
@@ -134,7 +132,7 @@ def _located(schema: dict[str, Any], fault: str) -> str:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas right below one, with the steps of a pointer to them."""
+    """Yields the schemas directly below one, with the steps of a pointer to them."""
     for name in _TABLES_BELOW:
         table = schema.get(name)
         for key, value in table.items() if isinstance(table, dict) else ():
@@ -206,8 +204,8 @@ def _vocabulary() -> LLTokenizer:
 
 
 def _fault(grammar: str) -> str:
-    """What is wrong with a grammar; empty where it can be used. It is begun over bytes: what it allows does not depend
-    on the model's vocabulary."""
+    """Returns what is wrong with a grammar; empty where it can be used. It is begun over bytes: what it allows does not
+    depend on the model's vocabulary."""
     from llguidance import LLMatcher
 
     fault = LLMatcher.validate_grammar(grammar, limits=limits())
@@ -221,7 +219,7 @@ def _fault(grammar: str) -> str:
 
 
 def _one_line(fault: str) -> str:
-    """Without the excerpt that the library draws below its first line; places as people write them."""
+    """Drops the excerpt that the library draws below its first line; counts places from 1."""
     lines = [line.strip() for line in fault.splitlines() if not re.match(r"\s*\d+ \||\s*\^+\s*$", line)]
     text = re.sub(r"(?:at )?\b(\d+)\((\d+)\):", r"line \1, column \2:", " ".join(filter(None, lines)))
     return text.partition(" while processing json-schema:")[0][:300]

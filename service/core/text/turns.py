@@ -1,4 +1,4 @@
-"""Who may go on, so many at a time: those who wait are let on in turns of one for each sender."""
+"""Grants a limited number of turns, one sender after another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class FairTurns:
             raise
 
     def release(self, sender: str) -> None:
-        """Lets the next one on."""
         self._free += 1
         self._running[sender] -= 1
         if not self._running[sender]:

@@ -62,7 +62,7 @@ Body = Callable[[object, Context], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which method a path calls, and its messages."""
+    """Method that a path calls, and its messages."""
 
     method: str
     request: type[Message]
@@ -80,14 +80,14 @@ ROUTES: Mapping[str, Route] = {
 
 
 class ConsoleCallDetails(NamedTuple):
-    """What a handler is looked up by. As grpc.HandlerCallDetails."""
+    """Has the fields of grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
 
 
 class ConsoleCredentials:
-    """What an exchange brings to say who makes it."""
+    """Credentials of an HTTP exchange."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -121,13 +121,12 @@ class HttpCall(ConsoleCredentials):
         return self._code
 
     async def read(self) -> object:
-        """The message, once. Raises InvalidRequest."""
+        """Returns the message, once. Raises InvalidRequest."""
         if not self._unread:
             return None
         return parsed(self._route.request, await self.body())
 
     async def body(self) -> bytes:
-        """Raises InvalidRequest."""
         self._unread = False
         try:
             return await self.exchange.body()
@@ -177,7 +176,7 @@ class ConsoleCalls:
     """Runs handlers of gRPC for exchanges."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers`: of whippet.v1's services, those of the admin port included."""
+        """`handlers` belong to whippet.v1's services, those of the admin port included."""
         self._handlers = tuple(handlers)
 
     async def run(self, exchange: Exchange, route: Route) -> None:
@@ -225,7 +224,7 @@ async def _gone(call: HttpCall) -> None:
 
 
 def parsed(kind: type[Message], body: bytes) -> bytes:
-    """A message's bytes out of its JSON form. Raises InvalidRequest, also where the JSON has too many values."""
+    """Converts a message from JSON to bytes. Raises InvalidRequest, also where the JSON has too many values."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, object])
         if sum(1 for _ in _values(tree)) > MAX_VALUES:
@@ -237,7 +236,7 @@ def parsed(kind: type[Message], body: bytes) -> bytes:
 
 
 def _values(tree: object) -> Iterator[object]:
-    """All values in a tree, at most one more than there may be."""
+    """Yields all values in a tree, at most one more than the limit."""
     todo, count = [tree], 0
     while todo and count <= MAX_VALUES:
         value = todo.pop()
@@ -254,7 +253,7 @@ def _wrong(description: str) -> InvalidRequest:
 
 
 def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[str, object]:
-    """What the page is told of a call that ended badly."""
+    """Returns the page's description of a failed call."""
     found: dict[str, object] = {"code": code.name, "message": details}
     for name, value in trailers:
         if name == "grpc-retry-pushback-ms" and isinstance(value, str):
@@ -263,7 +262,7 @@ def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[
 
 
 def refusal(code: grpc.StatusCode, error: Mapping[str, object]) -> bytes:
-    """The whole response to a call that came to nothing."""
+    """Returns the whole response to a refused call."""
     status = _STATUSES.get(code, 500)
     known = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return response(status, JSON, msgspec.json.encode({"error": error}), headers={**SAFE, **known})

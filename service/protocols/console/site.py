@@ -1,4 +1,4 @@
-"""Which path is answered with what, and which requests are refused before anything is done for them.
+"""Routes the console's paths, and refuses requests before any work is done for them.
 
 A page of another site can make a browser send requests here. It cannot set a header of our own, since that takes a
 permission that nothing here gives; and where its own host name leads here (DNS rebinding), requests carry that name. So
@@ -48,8 +48,8 @@ class Console:
         closed: str = "",
         secure: bool = False,
     ) -> None:
-        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why nobody may use
-        it, if that is so. `secure`: it is served over TLS alone."""
+        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why the console is
+        closed, if it is. `secure`: it is served over TLS alone."""
         self._guard = guard
         self._calls = ConsoleCalls(handlers)
         self._state = ConsoleState(cases)
@@ -60,7 +60,6 @@ class Console:
         self._files = {path: (kind, folder.joinpath(name).read_bytes()) for path, (name, kind) in _FILES.items()}
 
     async def answer(self, exchange: Exchange) -> None:
-        """See Site.answer."""
         request = exchange.request
         self._check_connection(exchange)
         if request.path in self._files:
@@ -91,14 +90,14 @@ class Console:
         exchange.again = partial(self._state_again, ConsoleCredentials(exchange))
 
     def _state_again(self, who: ConsoleCredentials) -> bytes | None:
-        """The response for a page that polls. It may have lost its rights since."""
+        """Returns the response for a page that polls, whose rights are checked again."""
         try:
             return self._state.response(self._guard.authorize(who, ALL_RIGHTS).rights)
         except ServiceError:
             return None
 
     def _check_connection(self, exchange: Exchange) -> None:
-        """Raises Refused for whoever came by another way than the page's own."""
+        """Raises RequestRefused unless the request came from the console's own page."""
         request = exchange.request
         host = request.headers.get("host", "")
         if not self._is_ours(host):
@@ -110,8 +109,8 @@ class Console:
             raise RequestRefused(308 if location else 403, "the console is served over TLS", location)
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a name is an address, localhost or one of ours: a name of somebody else's that leads here is an
-        attack, DNS rebinding."""
+        """Whether a name is an address, localhost or one of ours: a foreign name that leads here is an attack, DNS
+        rebinding."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False

@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: what GetLoad, GetModel and ListOptimizations answer, and the last errors."""
+"""Collects the page's state as JSON: answers of GetLoad, GetModel and ListOptimizations, and the last errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LASTS = 1.0  # seconds
 
 
 class ConsoleState:
-    """Made once a second at most, however many pages ask."""
+    """Computed once a second at most, however many pages poll."""
 
     def __init__(self, cases: UseCases, clock: Callable[[], float] = time.monotonic) -> None:
         self._cases = cases
@@ -33,8 +33,8 @@ class ConsoleState:
         self._made_at = float("-inf")
 
     def json(self, rights: Rights) -> bytes:
-        """For callers with these rights, as of now or of less than a second ago. Who may not look at the server learns
-        what else is permitted."""
+        """Returns JSON for callers with these rights, less than a second old. Callers without the right to view get
+        only their rights."""
         now = self._clock()
         if now - self._made_at >= _LASTS:
             self._made_at, self._whole = now, msgspec.json.encode(self._read())
@@ -46,7 +46,7 @@ class ConsoleState:
         return self._made[rights]
 
     def response(self, rights: Rights) -> bytes:
-        """The same as a response that keeps its connection."""
+        """Returns the JSON as a response that keeps its connection."""
         body = self.json(rights)
         if rights not in self._responses:
             self._responses[rights] = response(200, JSON, body, headers={**SAFE, **KEPT})

@@ -1,4 +1,4 @@
-"""Messages to plain data. What is not served is refused by its name."""
+"""Converts messages to plain data. Refuses by name what is not served."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"  # a parameter: in a stream 
 
 @dataclass(frozen=True, slots=True)
 class ParsedInference:
-    """A request, and what its answer looks like on the wire."""
+    """A request and the form of its answer."""
 
     request: Request
     id: str  # the caller's
@@ -39,7 +39,6 @@ class ParsedInference:
 
 
 def check_model(name: str, version: str, facts: ModelFacts) -> None:
-    """Raises UnknownModel."""
     if name != facts.name or version not in ("", VERSION):
         raise UnknownModel(f"{name}:{version}" if version else name, facts.name)
 
@@ -94,7 +93,7 @@ def _text(value: Value | None, found: Violations) -> str:
 
 
 def _parameters(message: pb.ModelInferRequest, inputs: Mapping[str, Value], found: Violations) -> Parameters:
-    """Those of the tensor; without it those of the request."""
+    """Returns the parameters of the tensor; without it those of the request."""
     given = {name: value for name, value in from_parameters(message.parameters).items() if name != _EMPTY_FINAL}
     data = inputs.get(_SAMPLING)
     if not isinstance(data, bytes):

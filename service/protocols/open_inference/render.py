@@ -1,4 +1,4 @@
-"""Plain data to messages."""
+"""Converts plain data to messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishR
 
 
 def whole(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
-    """What is not streamed: an element for each answer."""
+    """Makes the unary response, with an element for each answer."""
     return _response(sorted(messages, key=lambda one: one.number), question)
 
 
 def piece(message: AnswerMessage, question: ParsedInference) -> pb.ModelStreamInferResponse:
-    """In a stream: of an answer, or all of it."""
+    """Makes a message of a stream: part of an answer, or all of it."""
     response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
@@ -42,7 +42,7 @@ def _response(messages: Sequence[AnswerMessage], question: ParsedInference) -> p
 
 
 def failed(request_id: str, message: str) -> pb.ModelStreamInferResponse:
-    """In a stream: nothing more comes for this request."""
+    """Makes the last message for a failed request of a stream."""
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request_id))
 
 

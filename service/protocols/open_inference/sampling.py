@@ -1,5 +1,5 @@
-"""Sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or parameters of the request.
-Numbers may be written as texts."""
+"""Reads sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or parameters of the
+request. Numbers may be written as texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KNOWN = {
 
 
 def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
-    """Empty where it is no object."""
+    """Returns an empty mapping where it is no object."""
     value: Any = None
     if len(data) <= _MOST_JSON:
         with contextlib.suppress(ValueError, RecursionError):
@@ -49,13 +49,13 @@ def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
 
 
 def from_parameters(parameters: Mapping[str, pb.InferParameter]) -> Mapping[str, Any]:
-    """What is set in each."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     return {name: getattr(parameters[name], choice) if choice else None for name, choice in chosen.items()}
 
 
 class Parameters:
-    """Named values. Wrong ones are told to `found` and count as not set. Raises Unimplemented for unknown ones."""
+    """Reads named values. Wrong ones are reported to `found` and count as not set. Raises Unimplemented for unknown
+    ones."""
 
     def __init__(self, values: Mapping[str, Any], found: Violations, prefix: str) -> None:
         self._values = values
@@ -100,7 +100,7 @@ class Parameters:
         )
 
     def constraint(self) -> ConstraintText | None:
-        """`structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
+        """Reads `structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
         name = next((name for name in _CONSTRAINTS if self._values.get(name) is not None), None)
         if name is None:
             return None

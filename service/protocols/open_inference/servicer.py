@@ -1,4 +1,4 @@
-"""The RPCs: parse, run the use case, render."""
+"""Implements the RPCs: parse, run the use case, render."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ RESOURCES = ResourceTypes(model="inference.Model", request="inference.ModelInfer
 
 
 class _Pieces:
-    """Writes messages as they come. Headers are the stream's, which has many requests, and say nothing of one."""
+    """Writes messages as they come. Headers belong to the stream, which has many requests, and describe none of
+    them."""
 
     def __init__(self, writer: Writer, question: ParsedInference) -> None:
         self._writer = writer
@@ -40,7 +41,7 @@ class _Pieces:
 
 
 class OpenInferenceServicer:
-    """inference.GRPCInferenceService."""
+    """Implements inference.GRPCInferenceService."""
 
     def __init__(self, cases: UseCases, inbox: Inbox, watch: StallWatch, observers: Observers) -> None:
         self._cases = cases
@@ -67,7 +68,6 @@ class OpenInferenceServicer:
         return render.model_metadata(facts)
 
     def read(self, message: pb.ModelInferRequest) -> ParsedInference:
-        """What is asked of ModelInfer."""
         return read_infer(message, self._cases.model.facts(), streams=False)
 
     async def infer(self, question: ParsedInference, call: Call) -> pb.ModelInferResponse:
@@ -77,8 +77,8 @@ class OpenInferenceServicer:
         return outlet.response
 
     async def stream_infer(self, call: Call) -> None:
-        """Requests one after the other, so that what waits is not read yet. Each has a record of its own, beside that
-        of the stream."""
+        """Handles one request after the other, so that waiting ones are not read yet. Each has its own record, beside
+        the stream's."""
         with Writer(call.context, self._watch, call.origin.record) as writer:
             while await self._next(call, writer):
                 pass
@@ -101,7 +101,7 @@ class OpenInferenceServicer:
         return True
 
     async def _answer(self, data: bytes, origin: Origin, writer: Writer) -> None:
-        """What a request is refused with is told in the stream, which goes on."""
+        """Answers one request. A refusal is sent in the stream, which goes on."""
         request_id = ""
         try:
             check_shape(pb.ModelInferRequest, data)

@@ -1,4 +1,4 @@
-"""Messages to plain data. What is not served is refused by its name."""
+"""Converts messages to plain data. Refuses by name what is not served."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media
 
 @dataclass(frozen=True, slots=True)
 class ParsedGenerate:
-    """A request, and what its answer looks like on the wire."""
+    """A request and the form of its answer."""
 
     request: Request
     streamed: bool
@@ -105,8 +105,7 @@ def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -
 
 
 def _sampling_wish(given: pb.SamplingParams) -> SamplingFields:
-    """0 is how a number without presence says that it is not set. It is off then: a gateway has looked at the model's
-    defaults itself."""
+    """Reads 0 as "off" in numbers without presence: a gateway applies the model's defaults itself."""
     return SamplingFields(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
         top_k=given.top_k,

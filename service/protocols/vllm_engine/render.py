@@ -1,4 +1,4 @@
-"""Plain data to messages."""
+"""Converts plain data to messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_
 
 
 def chunk(message: AnswerMessage, question: ParsedGenerate, prompt_tokens: int) -> pb.GenerateResponse:
-    """Tokens of a streamed answer, or what is said of the prompt before it."""
+    """Makes a message of streamed tokens, or of the prompt's facts before them."""
     response = pb.GenerateResponse()
     one = response.chunk
     one.index = message.number
@@ -36,7 +36,7 @@ def chunk(message: AnswerMessage, question: ParsedGenerate, prompt_tokens: int) 
 def complete(
     message: AnswerMessage, question: ParsedGenerate, ending: Ending, prompt_tokens: int
 ) -> pb.GenerateResponse:
-    """The last message of an answer, with what the one before it had, or with everything."""
+    """Makes an answer's last message, with the text and ids of the message before it or, if unary, of all."""
     response = pb.GenerateResponse()
     one = response.complete
     one.index = message.number
@@ -65,7 +65,7 @@ def logprobs(message: AnswerMessage, question: ParsedGenerate) -> pb.OutputLogPr
 
 
 def input_logprobs(ids: Sequence[int], values: Sequence[TokenLogprob], question: ParsedGenerate) -> pb.InputLogProbs:
-    """Of the whole prompt, the first token of which has none."""
+    """Returns log-probabilities of the whole prompt, the first token of which has none."""
     tops = [pb.TopLogProbs(), *map(_top, values)] if question.request.output.prompt_logprobs else ()
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=one.logprob) for one in values)],
@@ -94,7 +94,7 @@ def model_info(described: ModelDescription) -> pb.GetModelInfoResponse:
 
 
 def _defaults(params: SamplingParams) -> str:
-    """What the model wishes, as far as it differs from what an engine of this protocol does unasked."""
+    """Returns the model's defaults that differ from those of this protocol's engines."""
     changed = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
     return json.dumps(changed) if changed else ""
 
@@ -119,7 +119,7 @@ def server_info(cases: UseCases) -> pb.GetServerInfoResponse:
 
 
 def loads(cases: UseCases) -> pb.GetLoadsResponse:
-    """As of the engine's last report."""
+    """Reports the load as of the engine's last report."""
     now, most = cases.engine.load, cases.admission.slots.capacity
     return pb.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(),

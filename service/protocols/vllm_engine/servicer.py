@@ -1,4 +1,4 @@
-"""The RPCs: parse, run the use case, render."""
+"""Implements the RPCs: parse, run the use case, render."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class _Outlet:
             await writer.write(response.SerializeToString())
 
     def _prompt_scores(self, message: AnswerMessage) -> pb.InputLogProbs | None:
-        """Of the whole prompt, with the message that completes them: this protocol has one place for them."""
+        """Returns scores of the whole prompt, with the message that completes them: this protocol has one place for
+        them."""
         self._scored_ids.extend(message.prompt_ids)
         self._scores.extend(message.prompt_logprobs)
         if len(self._scored_ids) < self._prompt_tokens - 1:
@@ -59,14 +60,13 @@ class _Outlet:
 
 
 class VllmEngineServicer:
-    """vllm.grpc.engine.VllmEngine."""
+    """Implements vllm.grpc.engine.VllmEngine."""
 
     def __init__(self, cases: UseCases, watch: StallWatch) -> None:
         self._cases = cases
         self._watch = watch
 
     def read(self, message: pb.GenerateRequest) -> ParsedGenerate:
-        """What is asked."""
         return read_generate(message, self._cases.model.facts())
 
     async def generate(self, question: ParsedGenerate, call: Call) -> None:
@@ -76,7 +76,8 @@ class VllmEngineServicer:
             await answer(request, call.origin, _Outlet(writer, question))
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
-        """A gateway calls it when its client has gone, and does not cancel Generate: that ends here with ABORTED."""
+        """Aborts a Generate call with ABORTED. A gateway calls it when its client has gone, instead of cancelling
+        Generate."""
         for request_id in request.request_ids:
             with contextlib.suppress(UnknownRequest):
                 self._cases.admission.abort(call.origin.tenant, request_id, "the caller ended the request")

@@ -1,4 +1,4 @@
-"""Messages to plain data: defaults resolved, every violation found before any is reported."""
+"""Converts messages to plain data: defaults resolved, every violation found before any is reported."""
 
 from __future__ import annotations
 
@@ -63,13 +63,12 @@ _CACHE = CacheUse()
 
 
 def check_model(name: str, facts: ModelFacts) -> None:
-    """Raises UnknownModel."""
     if name and name != facts.name:
         raise UnknownModel(name, facts.name)
 
 
 def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Request:
-    """The valid request; `semantic` says whether there is such a cache. Raises UnknownModel, InvalidRequest or
+    """Returns the valid request; `semantic`: whether there is a semantic cache. Raises UnknownModel, InvalidRequest or
     Unimplemented."""
     check_model(message.model, facts)
     found = Violations()
@@ -95,7 +94,6 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
 
 
 def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt | ChatPrompt:
-    """The text or the chat to tokenize."""
     check_model(message.model, facts)
     field = message.WhichOneof("input")
     if field is None:
@@ -110,7 +108,6 @@ def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt 
 
 
 def read_detokenize(message: pb.DetokenizeRequest, facts: ModelFacts) -> list[int]:
-    """The token ids to turn into text."""
     check_model(message.model, facts)
     found = Violations()
     if len(message.token_ids) > facts.max_context:

@@ -1,4 +1,4 @@
-"""An operator's messages to plain data: every violation found before any is reported."""
+"""Converts an operator's messages to plain data: every violation found before any is reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {
 
 
 def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
-    """Which optimisation, and whether it is to be on."""
+    """Returns the optimisation's name, and whether to turn it on."""
     found = Violations()
     if not message.name:
         found.add("name", "must not be empty")
@@ -35,7 +35,7 @@ def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
 
 
 def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
-    """Seconds to wait; None: for ever."""
+    """Returns the seconds to wait; None: forever."""
     if not message.HasField("timeout"):
         return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
     found = Violations()
@@ -45,7 +45,6 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
 
 
 def read_profile(message: admin_pb2.ProfileRequest) -> float:
-    """Seconds."""
     if not message.HasField("duration"):
         return _PROFILE
     found = Violations()
@@ -55,7 +54,6 @@ def read_profile(message: admin_pb2.ProfileRequest) -> float:
 
 
 def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
-    """What to forget. Raises InvalidRequest."""
     found = Violations()
     if message.kind not in admin_pb2.CacheKind.values():
         found.add("kind", "is no known kind of cache")

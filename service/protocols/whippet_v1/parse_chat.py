@@ -1,4 +1,4 @@
-"""The chat of a request: roles, parts, tools and what a template is told, checked before anything is rendered."""
+"""Checks the chat of a request (roles, parts, tools and template options) before anything is rendered."""
 
 from __future__ import annotations
 

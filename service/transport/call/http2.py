@@ -1,4 +1,4 @@
-"""How HTTP/2 is set up and bounded on every port. Imports gRPC and nothing of ours."""
+"""Configures and bounds HTTP/2 on every port. Imports gRPC and nothing of ours."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ _OPTIONS: Options = (
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
-    """What the callers of one port may have at once."""
-
     connections: int
     connection_calls: int  # on one connection at once
     message_bytes: int
@@ -52,7 +50,7 @@ class PortBounds:
 
 
 class Identification(NamedTuple):
-    """What a server shows, and whose certificates its callers must show. All PEM."""
+    """A server's key and chain, and the authority of its callers' certificates. All PEM."""
 
     key: bytes
     chain: bytes
@@ -60,7 +58,8 @@ class Identification(NamedTuple):
 
 
 def options(bounds: PortBounds, shared: bool) -> Options:
-    """Of a server. `shared`: several processes listen on its port; otherwise a port that is taken is an error."""
+    """Options of a server. `shared`: several processes listen on its port; otherwise a port that is taken is an
+    error."""
     found = (
         *_OPTIONS,
         ("grpc.so_reuseport", int(shared)),
@@ -74,7 +73,7 @@ def options(bounds: PortBounds, shared: bool) -> Options:
 
 
 def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials:
-    """Of one port: each new connection is shown what is current then."""
+    """Returns credentials of one port: each new connection gets what is current then."""
     identification = current()
 
     def news() -> grpc.ServerCertificateConfiguration | None:
@@ -90,7 +89,7 @@ def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials
 
 
 def bind(server: grpc.aio.Server, address: str, identification: grpc.ServerCredentials | None) -> int:
-    """The port it will listen on; 0 where it cannot."""
+    """Returns the port that the server will listen on; 0 where it cannot."""
     try:
         return (
             server.add_insecure_port(address)

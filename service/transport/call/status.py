@@ -1,4 +1,4 @@
-"""The one table from exceptions to gRPC statuses, and the google.rpc details that go with them."""
+"""Holds the one table from exceptions to gRPC statuses, and their google.rpc details."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class ResourceTypes:
-    """What a protocol calls the things that a caller may fail to find."""
+    """Types of resources that a protocol names in NOT_FOUND."""
 
     model: str
     request: str
@@ -37,8 +37,6 @@ class ResourceTypes:
 
 @dataclass(frozen=True, slots=True)
 class RpcFailure:
-    """How an RPC ends badly."""
-
     code: grpc.StatusCode
     message: str
     trailers: Trailers
@@ -46,8 +44,8 @@ class RpcFailure:
 
 
 def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
-    """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause. Without
-    `resources`, what was not found is not named."""
+    """Returns the status of `error`. An exception outside the table is INTERNAL and reveals nothing of its cause.
+    Without `resources`, a missing resource is not named."""
     if type(error) is errors.Overloaded:
         return _overload(str(error), error.reason, error.retry_after)
     for kind in type(error).__mro__:
@@ -61,7 +59,7 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
 
 @lru_cache(_KEPT)
 def _overload(message: str, reason: Reason, retry_after: float) -> RpcFailure:
-    """Of an Overloaded. Kept, since there may be a thousand a second, and few different ones."""
+    """Makes the status of an Overloaded. Cached, since there may be a thousand a second, and few different ones."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 

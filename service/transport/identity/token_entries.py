@@ -1,4 +1,4 @@
-"""The entries of a tokens file.
+"""Reads the entries of a tokens file.
 
 The file is YAML, a list of them:
 
@@ -43,8 +43,6 @@ _PAUSE = 0.0005  # seconds
 
 @dataclass(frozen=True, slots=True)
 class TokenEntry:
-    """Whom a token or certificate stands for."""
-
     caller: Caller
     expires: float | None  # Unix time in seconds
     digest: bytes  # SHA-256 of the token, or of the certificate's name
@@ -53,8 +51,6 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """One file's."""
-
     tokens: Mapping[bytes, TokenEntry] = field(default_factory=dict)  # by digest
     names: Mapping[str, TokenEntry] = field(default_factory=dict)  # by alternative name
 
@@ -91,7 +87,8 @@ def read_entries(path: Path) -> Entries:
 
 
 def give_way(items: Iterator[T]) -> Iterator[T]:
-    """The same, with pauses: a thread that computes lets others wait for 5 ms each time that they ask for a turn."""
+    """Yields the same items with pauses: a computing thread otherwise makes others wait for 5 ms each time they ask for
+    a turn."""
     since = time.monotonic()
     for item in items:
         yield item
@@ -101,19 +98,19 @@ def give_way(items: Iterator[T]) -> Iterator[T]:
 
 
 class _NoList(Exception):
-    """The document is something else."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """A time as it is written; YAML's own reader would forget that its zone is missing."""
+    """A time as it is written; YAML's own reader would lose a missing zone."""
 
     text: str
 
 
 def _items(text: str) -> Iterator[object]:
-    """Of the one document, which is a list: their lists, mappings, texts and times; None for every other value, such as
-    a number.
+    """Yields the items of the one document, which is a list: their lists, mappings, texts and times; None for every
+    other value, such as a number.
 
     Goes from event to event; the library's own reader would keep other threads waiting for as long as the file is.
     Raises YAMLError or _NoList.
@@ -159,7 +156,7 @@ class _EntryReader:
         self._number = number
 
     def entry(self, item: object) -> tuple[str | None, TokenEntry]:
-        """With the certificate's name, where it is one's."""
+        """Returns the certificate's name, if the entry is one's, and the entry."""
         if not isinstance(item, dict) or set(item) - {"expires"} not in (
             {"tenant", "rights", "sha256"},
             {"tenant", "rights", "san"},

@@ -1,4 +1,4 @@
-"""Bearer tokens and client certificates against a file: whom each stands for, and until when."""
+"""Checks bearer tokens and client certificates against a file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """The entries of one file, replaced as a whole when it changes. One that has become unreadable leaves the old
-    entries in force."""
+    """Holds the entries of one file, replaced as a whole when it changes. Where it has become unreadable, the old
+    entries stay in force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -35,8 +35,8 @@ class TokenFile:
         self._watch.start()
 
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
-        """The caller, who has one of the rights. A token wins over the connection's certificate, also where it is not
-        known: a gateway has one certificate, and its callers have tokens."""
+        """Returns the caller if it has one of the rights. A token wins over the connection's certificate even where it
+        is unknown: a gateway has one certificate, and its callers have tokens."""
         token = bearer(call.invocation_metadata() or ())
         entry = self._of_certificate(call) if token is None else self._of_token(token)
         if entry.expires is not None and entry.expires <= self._clock():
@@ -46,8 +46,7 @@ class TokenFile:
         return allowed(entry.caller, permitted)
 
     def _of_token(self, token: bytes) -> TokenEntry:
-        """What is looked up is a digest, and a token that is not known is compared as well: how long that takes says
-        nothing of any token."""
+        """Looks up a digest, and compares unknown tokens as well, so that timing reveals nothing of any token."""
         digest = hashlib.sha256(token).digest()
         entry = self._entries.tokens.get(digest, _NOBODY)
         if not hmac.compare_digest(entry.digest, digest):
@@ -71,16 +70,14 @@ class TokenFile:
         raise Unauthenticated("a token or a client certificate with a name is needed", Reason.TOKEN_MISSING)
 
     def tenants(self) -> frozenset[str]:
-        """All that have an entry."""
         return frozenset(entry.caller.tenant for entry in self._entries)
 
     def reload(self) -> None:
-        """Soon, whether or not it looks changed."""
         self._watch.ask()
 
     @property
     def failures(self) -> int:
-        """How often it was read in vain."""
+        """Returns how often reading failed."""
         return self._watch.failures
 
     def _read_again(self) -> None:

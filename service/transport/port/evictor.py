@@ -64,7 +64,7 @@ class _BoundedPort:
 
 
 class Evictor:
-    """Keeps the watched ports of this process within their bounds. Tests call `look` instead of `start`."""
+    """Keeps the registered ports of this process within their bounds. Tests call `look` instead of `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

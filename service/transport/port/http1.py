@@ -1,4 +1,4 @@
-"""HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
+"""Implements HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ _REASONS = {
 
 
 class RequestRefused(Exception):
-    """The request is answered with a status and one line of text."""
-
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
         self.status = status
@@ -50,8 +48,6 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestHead:
-    """The head of a request."""
-
     method: str  # empty where the first line has none, like the path
     path: str  # without the query
     headers: Mapping[str, str]  # by name in small letters; values of one name are joined by commas
@@ -96,12 +92,12 @@ class Exchange:
 
     @property
     def peer(self) -> str:
-        """The connection's name, which no connection of gRPC has."""
+        """Returns the connection's name, which no gRPC connection has."""
         host, port, *_ = self.writer.get_extra_info("peername") or ("", 0)
         return f"http:{host}:{port}"
 
     def respond(self, kind: str, body: bytes, headers: Mapping[str, str], *, bodiless: bool = False) -> None:
-        """Answers well, and keeps the connection where the client can use it."""
+        """Sends a successful response, and keeps the connection where the client can use it."""
         self.keeps = self.request.keeps
         self.writer.write(response(200, kind, body, bodiless, {**headers, **KEPT} if self.keeps else headers))
 
@@ -111,11 +107,11 @@ class Exchange:
             raise RequestRefused(503, "too many calls are under way on this port")
 
     def release(self) -> None:
-        """The rest of the response is bounded in time again."""
+        """Bounds the rest of the response in time again."""
         self._hold.end()
 
     async def body(self) -> bytes:
-        """The whole body. Raises Refused."""
+        """Returns the whole body. Raises RequestRefused."""
         length = self.request.headers.get("content-length", "")
         if "transfer-encoding" in self.request.headers or not (length.isascii() and length.isdigit()):
             raise RequestRefused(411, "a body needs a Content-Length")
@@ -133,14 +129,14 @@ class Hold(Protocol):
     """A connection's place among those that may last."""
 
     def take(self) -> bool:
-        """Whether there was one."""
+        """Whether a place was free."""
 
     def end(self) -> None:
-        """The connection is bounded in time again."""
+        """Bounds the connection in time again."""
 
 
 class Site(Protocol):
-    """What a port answers beside its own path."""
+    """Answers paths of a port beside its own."""
 
     def answer(self, exchange: Exchange) -> Awaitable[None]:
         """Writes the response. Raises Refused before anything was written."""
@@ -149,21 +145,20 @@ class Site(Protocol):
 def response(
     status: int, kind: str, body: bytes, bodiless: bool = False, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """A response with its body."""
     return head(status, {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}) + (
         b"" if bodiless else body
     )
 
 
 def head(status: int, headers: Mapping[str, str]) -> bytes:
-    """The head of a response, which ends with its connection unless the headers say otherwise."""
+    """Makes the head of a response, which ends with its connection unless the headers state otherwise."""
     headers = {"Connection": "close", **headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\n{lines}\r\n".encode("latin-1")
 
 
 def _names(certificate: Mapping[str, object]) -> Mapping[str, Iterable[bytes]]:
-    """Alternative names of a certificate that TLS has verified, under gRPC's keys."""
+    """Returns the alternative names of a verified certificate under gRPC's keys."""
     found: dict[str, list[bytes]] = {}
     alternative = certificate.get("subjectAltName", ())
     assert isinstance(alternative, tuple)

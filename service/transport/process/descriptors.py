@@ -1,7 +1,7 @@
-"""Descriptors of the process: how many there may be, and how they are divided among the ports.
+"""Divides the process's descriptors among the ports.
 
-A port whose connections took the last descriptor would take everybody's: probes, scrapes, the engine's restart. So each
-port has a number of connections of its own, and what remains is kept for the rest of the process.
+A port whose connections took the last descriptor would leave none for probes, scrapes and the engine's restart. So each
+port has its own number of connections, and the remainder is kept for the rest of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionDivision(NamedTuple):
-    """Says how many connections the ports may have."""
+    """Numbers of connections that the ports may have."""
 
     connections: int  # of the data port
     spare: int  # of each gRPC port, beyond its bound

@@ -1,9 +1,9 @@
-"""When Python looks for garbage that refers to itself: when nobody waits, and otherwise rarely.
+"""Schedules Python's cycle collection: when no call waits, and otherwise rarely.
 
-A call needs some hundred objects, which go with it by themselves but for three or four of gRPC's. Left alone, Python
-looks whenever there are some hundred objects more than before, and then at everything that was made since the last
-time, which is nearly all that hundreds of live streams have: 10 to 70 ms, several times a second, in which nobody is
-answered (docs/measurements/front.md).
+A call needs some hundred objects, all but three or four of which are freed without it. By default Python collects
+whenever there are some hundred objects more than before, and then examines everything made since the last time, which
+is nearly all that hundreds of live streams have: 10 to 70 ms, several times a second, in which no call is answered
+(docs/measurements/front.md).
 """
 
 from __future__ import annotations
@@ -21,17 +21,15 @@ _SOME = 1_000  # objects more than after the last one, where nobody waits
 
 
 class Garbage:
-    """This process's."""
-
     def __init__(self) -> None:
-        """Nothing of what is there now is ever looked at."""
+        """Excludes all existing objects from collection."""
         gc.collect()
         gc.freeze()
         gc.disable()
         self._least = resident()
 
     async def run(self, live: Callable[[], int]) -> None:
-        """For ever. `live`: how many wait for this process."""
+        """Runs forever. `live`: how many calls wait for this process."""
         clock = asyncio.get_running_loop().time
         since = clock()
         while True:

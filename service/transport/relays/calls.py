@@ -1,4 +1,4 @@
-"""The front's end of one relay: its calls, which handlers take for gRPC's own."""
+"""Represents one relay's calls in the front, where handlers take them for gRPC's own."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 
 
 class RelayedCallDetails(NamedTuple):
-    """What a handler is looked up by. As grpc.HandlerCallDetails."""
+    """Has the fields of grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: Metadata
 
 
 class RelayedCall:
-    """A Context. It has ended once the front has ended it, or the caller has gone."""
+    """Implements Context. It has ended once the front has ended it, or the caller has gone."""
 
     def __init__(self, came: CallStarted, send: Callable[[Order], None]) -> None:
         self._came = came
@@ -99,32 +99,29 @@ class RelayedCall:
         raise grpc.aio.AbortError
 
     def answer(self, response: bytes | None) -> None:
-        """Ends it well."""
         self.end(FinishCall(self._came.call, response))
 
     def end(self, order: FinishCall | Abort) -> None:
-        """Unless it has ended."""
         if not self.ended:
             self._send(order)
             self._close()
 
     def came(self, data: bytes | None) -> None:
-        """What was read; None: there is no more."""
+        """Takes a read message; None: there is no more."""
         if self._read is not None and not self._read.done():
             self._read.set_result(data)
 
     def taken(self) -> None:
-        """What was written."""
         if self._write is not None and not self._write.done():
             self._write.set_result(None)
 
     def gone(self, late: bool) -> None:
-        """The caller has, or its deadline has passed."""
+        """Takes the end of the call by its caller or, if `late`, its deadline."""
         self._late = late
         self._close()
 
     def _close(self) -> None:
-        """What still waits to read or to write may have nobody who would cancel it."""
+        """Wakes what still waits to read or write, which nothing else may cancel."""
         self.ended = True
         self.came(None)
         self.taken()
@@ -135,8 +132,6 @@ class RelayedCall:
 
 
 class RelayedCalls:
-    """All calls of one relay."""
-
     def __init__(self, handlers: grpc.GenericRpcHandler[bytes, bytes]) -> None:
         self._handlers = handlers
         self._calls: dict[int, tuple[RelayedCall, asyncio.Task[None]]] = {}
@@ -146,7 +141,7 @@ class RelayedCalls:
         return len(self._calls)
 
     def begin(self, came: CallStarted, link: RelayLink[Report]) -> None:
-        """Its handler runs from now on."""
+        """Starts the call's handler."""
         call = RelayedCall(came, link.send)
         found = self._handlers.service(cast(grpc.HandlerCallDetails, RelayedCallDetails(came.method, came.metadata)))
         assert found is not None, "a port has a handler for what it does not know"
@@ -157,7 +152,7 @@ class RelayedCalls:
         task.add_done_callback(lambda _: self._calls.pop(came.call))
 
     def on(self, report: Message | WriteAccepted | CallEnded) -> None:
-        """For one of them, unless it has ended."""
+        """Passes a report to its call, unless that has ended."""
         found = self._calls.get(report.call)
         if found is None:
             return
@@ -172,7 +167,7 @@ class RelayedCalls:
                 task.cancel()
 
     def lose(self) -> None:
-        """The relay has gone, and so have their callers."""
+        """Ends all calls, since the relay has gone."""
         for call, task in self._calls.values():
             call.gone(late=False)
             task.cancel()

@@ -1,7 +1,7 @@
-"""What travels between the front and a relay: messages of msgpack, each behind its length.
+"""Defines the messages between the front and a relay: msgpack, each behind its length.
 
-A call has a number, which the relay gives. The relay says that it came; the front has it read, writes to it and ends
-it. Either may be ahead of the other, so that both leave alone what is said of a call that they know no more.
+The relay numbers a call and reports it; the front orders reads and writes and ends it. Either side may be ahead of the
+other, so both ignore messages about a call that they no longer know.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
 
 
 class CallStarted(msgspec.Struct, array_like=True, tag=0):
-    """A call, unread."""
+    """Reports a call, whose message is unread."""
 
     call: int
     method: str
@@ -30,47 +30,47 @@ class CallStarted(msgspec.Struct, array_like=True, tag=0):
 
 
 class Message(msgspec.Struct, array_like=True, tag=1):
-    """What a read has brought; None: the caller has sent all it had to send."""
+    """Carries the result of a read; None: the caller has sent its last message."""
 
     call: int
     data: bytes | None
 
 
 class WriteAccepted(msgspec.Struct, array_like=True, tag=2):
-    """gRPC has taken what was written, and the next one may come."""
+    """Reports that gRPC accepted a write, so that the next one may follow."""
 
     call: int
 
 
 class CallEnded(msgspec.Struct, array_like=True, tag=3):
-    """The call has ended before the front ended it."""
+    """Reports that the call has ended before the front ended it."""
 
     call: int
     late: bool  # since its deadline has passed
 
 
 class Listening(msgspec.Struct, array_like=True, tag=4):
-    """Or not, where another server has the port."""
+    """Reports the port, or that another server has it."""
 
     port: int  # 0: it cannot
 
 
 class TurnedAway(msgspec.Struct, array_like=True, tag=5):
-    """So many more calls were refused by the relay, since the front was too far behind."""
+    """Counts further calls that the relay refused because the front was too far behind."""
 
     calls: int
 
 
 class Stopped(msgspec.Struct, array_like=True, tag=6):
-    """Its server has, and no call is left."""
+    """Reports that the relay's server has stopped, and no call is left."""
 
 
 class Alive(msgspec.Struct, array_like=True, tag=7):
-    """Answers a Ping."""
+    pass
 
 
 class Listen(msgspec.Struct, array_like=True, tag=0):
-    """The first of all."""
+    """Orders the relay to listen; the first message."""
 
     address: str
     bounds: PortBounds
@@ -80,7 +80,7 @@ class Listen(msgspec.Struct, array_like=True, tag=0):
 
 
 class CallRefusal(msgspec.Struct, array_like=True):
-    """How a call ends badly."""
+    """Status of a refused call."""
 
     code: int
     details: str
@@ -88,26 +88,22 @@ class CallRefusal(msgspec.Struct, array_like=True):
 
 
 class UseIdentification(msgspec.Struct, array_like=True, tag=1):
-    """To connections from now on."""
+    """Replaces the certificate for new connections."""
 
     identification: Identification
 
 
 class Read(msgspec.Struct, array_like=True, tag=2):
-    """A message."""
-
     call: int
 
 
 class Head(msgspec.Struct, array_like=True, tag=3):
-    """Sends initial metadata."""
-
     call: int
     metadata: Pairs
 
 
 class WriteMessage(msgspec.Struct, array_like=True, tag=4):
-    """A message."""
+    """Orders a message to be sent."""
 
     call: int
     data: bytes
@@ -121,14 +117,14 @@ class FinishCall(msgspec.Struct, array_like=True, tag=5):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=6):
-    """Ends it badly."""
+    """Ends the call with an error."""
 
     call: int
     refusal: CallRefusal
 
 
 class Stop(msgspec.Struct, array_like=True, tag=7):
-    """Says GOAWAY, takes no more connections, and gives calls so many seconds; None: none. May come again."""
+    """Sends GOAWAY, accepts no more connections, and gives calls `grace` seconds; None: no limit. May be repeated."""
 
     grace: float | None
 
@@ -145,7 +141,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class RelayLink(asyncio.Protocol, Generic[_Received]):
-    """One end of the socket. What the other end sends is believed: it is code of ours."""
+    """One end of the socket. Messages of the other end are trusted: it is our code."""
 
     def __init__(self, kind: object, receive: Callable[[_Received], None], lost: Callable[[], None]) -> None:
         """`kind`: what it receives, Report or Order. `lost` is called once, when the other end has gone."""
@@ -158,7 +154,7 @@ class RelayLink(asyncio.Protocol, Generic[_Received]):
         self._unsent = bytearray()
 
     def send(self, message: Report | Order) -> None:
-        """Soon, with whatever else is sent in this turn of the event loop."""
+        """Sends soon, together with all messages of this turn of the event loop."""
         unsent = self._unsent
         if not unsent:
             self._loop.call_soon(self._flush)
@@ -172,7 +168,7 @@ class RelayLink(asyncio.Protocol, Generic[_Received]):
         unsent[start : start + _HEADER] = (len(unsent) - start - _HEADER).to_bytes(_HEADER, "big")
 
     def close(self) -> None:
-        """Once what was sent has left."""
+        """Closes once what was sent has left."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -204,7 +200,7 @@ class RelayLink(asyncio.Protocol, Generic[_Received]):
 
 
 def _end(data: bytes | bytearray, start: int) -> int:
-    """Where the message at `start` ends; beyond the data where not even its length has come."""
+    """Returns where the message at `start` ends; beyond the data where its length is incomplete."""
     if len(data) - start < _HEADER:
         return len(data) + _HEADER
     return start + _HEADER + int.from_bytes(data[start : start + _HEADER], "big")

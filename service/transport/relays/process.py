@@ -1,5 +1,5 @@
-"""`python -m service.transport.relays.process --fd N …`: one relay. The front is at the other end of the socket N, and
-a relay ends when that does."""
+"""Runs one relay: `python -m service.transport.relays.process --fd N …`. The front is at the other end of the socket N,
+and a relay ends when that does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ else:
 
 
 class _RelayCall:
-    """One call of gRPC's, in which everything is done that the front orders, in its order."""
+    """One gRPC call, which executes the front's orders in sequence."""
 
     def __init__(self, number: int, context: _Context, link: RelayLink[Order], busy: BusyPeers | None) -> None:
         """`busy` counts the connection as busy from the call's first message on. It is None for a call that needs no
@@ -86,7 +86,7 @@ class _RelayCall:
         self.heard = False  # anything from the front
 
     def order(self, order: _OfCall) -> None:
-        """Done after those before it; a read is begun, and what follows does not wait for it."""
+        """Enqueues an order; a read is begun, and later orders do not wait for it."""
         if isinstance(order, Read):
             self._reading = self._loop.create_task(self._read())
             return
@@ -95,7 +95,7 @@ class _RelayCall:
             self._more.set_result(None)
 
     async def serve(self) -> None:
-        """Until the front has ended it."""
+        """Serves until the front has ended the call."""
         context = self._context
         while True:
             while not self._orders:
@@ -132,7 +132,7 @@ class _RelayCall:
 
 
 class RelayCalls(_GenericHandler):
-    """All calls of this process, whatever their methods: the front knows which there are."""
+    """Accepts all calls of this process, whatever their methods: only the front knows the methods."""
 
     def __init__(self, link: RelayLink[Order], verified: bool, refusals: list[CallRefusal]) -> None:
         """`verified`: connections have certificates."""
@@ -157,7 +157,6 @@ class RelayCalls(_GenericHandler):
         return len(self._calls)
 
     def order(self, order: _OfCall) -> None:
-        """For one of them."""
         call = self._calls.get(order.call)
         if call is not None:
             if not call.heard:
@@ -220,7 +219,7 @@ async def abort(context: _Context, refusal: CallRefusal) -> None:
 
 
 class Relay:
-    """This process: a server of gRPC and the socket to the front."""
+    """Runs gRPC's server and the socket to the front."""
 
     def __init__(self) -> None:
         self.link: RelayLink[Order] = RelayLink(Order, self._receive, self._lost)
@@ -231,7 +230,6 @@ class Relay:
         self._life: SignsOfLife | None = None  # whether the front is alive; None until the relay listens
 
     def live(self) -> int:
-        """Calls."""
         return 0 if self._calls is None else len(self._calls)
 
     def _receive(self, order: Order) -> None:
@@ -289,7 +287,7 @@ class Relay:
         self.link.send(Stopped())
 
     def _lost(self) -> None:
-        """At once: callers that are left see that their connection breaks, UNAVAILABLE, and may try again."""
+        """Ends at once: remaining callers find their connection broken, UNAVAILABLE, and may retry."""
         os._exit(0)
 
 
@@ -300,14 +298,13 @@ async def _run(fd: int) -> None:
 
 
 def _die_before_parent() -> None:
-    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front."""
+    """Makes the kernel kill this process before the front where memory runs out: a relay can be replaced."""
     with contextlib.suppress(OSError, ValueError):
         own = Path("/proc/self/oom_score_adj")
         own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--log-level", required=True)

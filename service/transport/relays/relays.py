@@ -1,4 +1,4 @@
-"""The processes that share the data port: started, stopped like a server of gRPC, and started again where one dies."""
+"""Starts the processes that share the data port, stops them like a gRPC server, and restarts one that dies."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ _log = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """How the first process ended that was to listen. One line."""
+    """How the first listening process ended. One line."""
 
 
 class RelayCounts(NamedTuple):
-    """What is counted of them."""
+    """Counts of the relays' processes and refusals."""
 
     processes: Counter[str]  # `listening`, `deaths`
     refusals: Counter[str]  # calls, by reason
@@ -77,7 +77,7 @@ class RelayOptions:
 
 
 class _Relay:
-    """One process and the front's end of the socket to it."""
+    """One process and the front's end of its socket."""
 
     def __init__(self, calls: RelayedCalls, options: RelayOptions, refusals: Counter[str]) -> None:
         self._calls = calls
@@ -96,7 +96,7 @@ class _Relay:
         self.lost = asyncio.Event()
 
     async def start(self, listen: Listen) -> int:
-        """The port that it listens on; 0 where it cannot, or has gone."""
+        """Returns the port that it listens on; 0 where it cannot, or has gone."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=self._socket)
         self.send(listen)
         try:
@@ -109,7 +109,7 @@ class _Relay:
         self._link.send(order)
 
     async def end(self) -> str:
-        """How it ended. Closes the socket, which asks it to."""
+        """Returns how it ended. Closes the socket, which asks it to end."""
         self._link.close()
         process = self.process
         if self._watch is not None:
@@ -162,7 +162,7 @@ class _Relay:
 
 
 class Relays:
-    """So many processes that listen on one address, as one server."""
+    """Runs several processes that listen on one address, as one server."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Relays:
         counts: RelayCounts,
         reserved: Sequence[socket.socket],
     ) -> None:
-        """`handlers` has one for every method. `certificates`: what connections are shown; None: plaintext. `reserved`:
+        """`handlers` has one for every method. `certificates` identify us on connections; None: plaintext. `reserved`:
         bound to the address; closed in the end."""
         self._relays = relays
         self._address = address
@@ -189,11 +189,10 @@ class Relays:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of those that listen."""
         return tuple(relay.process.pid for relay in self._alive)
 
     async def start(self) -> None:
-        """All of them listen when this returns. Raises CannotListen."""
+        """Returns once all of them listen. Raises CannotListen."""
         if self._certificates is not None:
             loop = asyncio.get_running_loop()
             self._certificates.subscribe(partial(loop.call_soon_threadsafe, self._show))
@@ -201,7 +200,7 @@ class Relays:
         self._supervisors = [asyncio.create_task(self._supervise(relay), name="relay") for relay in relays]
 
     async def stop(self, grace: float | None) -> None:
-        """As grpc.aio.Server.stop, and may be called again with less grace."""
+        """Behaves as grpc.aio.Server.stop, and may be called again with less grace."""
         for supervisor in self._supervisors:
             supervisor.cancel()
         relays = tuple(self._alive)
@@ -215,13 +214,13 @@ class Relays:
             one.close()
 
     def _show(self) -> None:
-        """What is current now, to connections from now on."""
+        """Sends the current certificate to all relays, for new connections."""
         assert self._certificates is not None
         for relay in self._alive:
             relay.send(UseIdentification(self._certificates.current()))
 
     async def _open(self) -> _Relay:
-        """A relay that listens. Raises CannotListen."""
+        """Opens a relay that listens. Raises CannotListen."""
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
         identification = None if self._certificates is None else self._certificates.current()
         try:
@@ -238,7 +237,7 @@ class Relays:
         return relay
 
     async def _supervise(self, relay: _Relay) -> None:
-        """This one, and those that follow it."""
+        """Supervises a relay and those that replace it."""
         while True:
             await relay.lost.wait()
             self._alive.remove(relay)
@@ -246,7 +245,7 @@ class Relays:
             relay = await self._follow(await relay.end())
 
     async def _follow(self, how: str) -> _Relay:
-        """Another relay, after one that ended so."""
+        """Replaces a relay that ended as `how` describes."""
         delay, most = _BACKOFF
         while True:
             self._counts.processes["deaths"] += 1
@@ -259,7 +258,8 @@ class Relays:
 
 
 def _turned_away(hint: float) -> CallRefusal:
-    """For who comes while the front is too far behind to be told of it; he may come back in `hint` seconds."""
+    """Refusal of a call that arrives while the front is too far behind to hear of it; its caller may retry in `hint`
+    seconds."""
     failure = failure_of(Overloaded("too many calls wait", Reason.MESSAGES, hint), None)
     return CallRefusal(failure.code.value[0], failure.message, list(failure.trailers))
 

@@ -1,4 +1,4 @@
-"""What travels between the front and its text processes, on two kinds of sockets.
+"""Defines the messages between the front and its text processes, on two kinds of sockets.
 
 The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `ForkWorker`. A
 worker has a stream socket: header and payload one way, header and result the other, one job at a time.
@@ -20,7 +20,7 @@ FAILED = 2  # the exception's name, for the log
 
 
 class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First to the fork server. A kind is where its function is: "module:function"."""
+    """First message to the fork server. A kind names its function: "module:function"."""
 
     model: str | None  # folder; None: bytes are tokens
     kinds: tuple[str, ...]
@@ -29,14 +29,14 @@ class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ForkWorker(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A worker, please. Keys are never used again."""
+    """Requests a worker. Keys are never reused."""
 
     key: int
     memory: int  # bytes, beyond what the fork server has
 
 
 class KillWorker(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """`WorkerEnded` follows."""
+    """Kills a worker; `WorkerEnded` follows."""
 
     key: int
 
@@ -48,14 +48,12 @@ class ModelLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ModelUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The model folder is of no use. The process ends."""
+    """Reports that the model folder is unusable. The process ends."""
 
     message: str
 
 
 class WorkerEnded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A worker has gone."""
-
     key: int
     code: int  # exit code, or minus the signal
 

@@ -1,9 +1,9 @@
-"""The process that text processes are forked from: it loads the tokenizer, and then forks workers, which have it at
-once. `python -m service.core.text.sandbox.fork_server --fd N`.
+"""Loads the tokenizer once and forks text processes that share it. `python -m service.core.text.sandbox.fork_server
+--fd N`.
 
-It never runs a job itself, and no thread, so that a fork is sound. A worker runs one job at a time, under a limit of
-memory; the front ends it by key where a job takes too long. Nothing outlives the front: the fork server ends when its
-socket closes, and workers when the fork server does.
+The fork server never runs a job itself, and no thread, so that a fork is sound. A worker runs one job at a time, under
+a limit of memory; the front ends it by key where a job takes too long. Nothing outlives the front: the fork server ends
+when its socket closes, and workers when the fork server does.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class _Worker:
         self._jobs = jobs
 
     def run(self) -> None:
-        """Until the front has closed the socket."""
+        """Runs until the front has closed the socket."""
         while head := self._read(HEADER.size):
             kind, size = HEADER.unpack(head)
             outcome, result = self._do(self._jobs[kind], self._read(size))
@@ -133,7 +133,7 @@ class _Worker:
         return (DONE, result) if len(result) <= MAX_RESULT else (REFUSED, b"makes more than can be sent")
 
     def _read(self, size: int) -> bytes:
-        """So many bytes; fewer, where the front has gone."""
+        """Reads `size` bytes; fewer where the front has gone."""
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
@@ -151,7 +151,7 @@ def _found(kind: str) -> Job:
 
 
 def _silence() -> None:
-    """From here on what is to be told is told in messages. A library's own words may hold a prompt."""
+    """Silences standard output: from here on only messages report. A library's own words may hold a prompt."""
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)

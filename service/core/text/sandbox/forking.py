@@ -1,4 +1,4 @@
-"""The front's side of the fork server and of the workers that it forks."""
+"""Controls the fork server and its workers from the front."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The front's end of one worker."""
-
     def __init__(self, sock: socket.socket, kill: Callable[[], None]) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -49,7 +47,7 @@ class Worker:
         self.ended: asyncio.Future[int] = self._loop.create_future()  # exit code, or minus the signal
 
     async def exchange(self, kind: int, payload: bytes) -> tuple[int, bytes]:
-        """How the job ended, and what it made. Raises EOFError or OSError where the process dies."""
+        """Returns how the job ended, and its result. Raises EOFError or OSError where the process dies."""
         self._busy = True
         try:
             await self._loop.sock_sendall(self._socket, HEADER.pack(kind, len(payload)) + payload)
@@ -75,19 +73,18 @@ class Worker:
         self._kill()
 
     def end(self, code: int) -> None:
-        """It has gone."""
         if not self.ended.done():
             self.ended.set_result(code)
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Where nobody reads and nobody writes any more."""
+        """Closes the socket once neither side uses it."""
         if self.ended.done() and not self._busy:
             self._socket.close()
 
 
 class ForkServerSupervisor:
-    """The fork server, started again where it dies."""
+    """Runs the fork server and restarts it where it dies."""
 
     def __init__(self, configure: ConfigureSandbox) -> None:
         self._configure = configure
@@ -105,7 +102,7 @@ class ForkServerSupervisor:
         return () if self._process is None else (self._process.pid,)
 
     async def start(self) -> None:
-        """Raises InvalidModel."""
+        """Starts the fork server. Raises InvalidModel."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise(first), name="text processes")
         await asyncio.wait((first, self._task), return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +115,7 @@ class ForkServerSupervisor:
             self._task = None
 
     async def fork(self, memory: int) -> Worker:
-        """A fresh worker. Raises EngineUnavailable where the fork server is not back soon."""
+        """Returns a fresh worker. Raises EngineUnavailable where the fork server is not back soon."""
         try:
             async with asyncio.timeout(_BACK_SECONDS):
                 await self._loaded.wait()
@@ -161,7 +158,7 @@ class ForkServerSupervisor:
         return f"{problem}; copy it again from where the model came from"
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """One fork server from start to end; how it ended. Raises InvalidModel."""
+        """Runs one fork server from start to end and returns how it ended. Raises InvalidModel."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             process = self._process = _launch(theirs.fileno())
@@ -221,7 +218,7 @@ class ForkServerSupervisor:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has gone. It has closed its socket, so that is a matter of milliseconds."""
+    """Waits for the exit code. The process has closed its socket, so that takes milliseconds."""
     while (code := process.poll()) is None:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.005)
     return code

@@ -1,6 +1,6 @@
-"""What a text process does: one function a kind of job, from bytes to bytes.
+"""Defines what a text process does: one function per kind of job, from bytes to bytes.
 
-A job gets the model's tokenizer and its payload. It raises Refusal where the caller's input is at fault.
+A job gets the model's tokenizer and its payload. It raises JobRefused where the caller's input is at fault.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ class JobRefused(Exception):
 
 
 class EncodeText(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of `encode`."""
-
     text: str
     most: int | None  # tokens; None: however many
 
 
 class EncodeChat(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of `encode_chat`."""
-
     messages: tuple[ChatMessage, ...]
     options: ChatOptions
     most: int | None
@@ -48,13 +44,11 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 def encode(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Text to ids."""
     job = _read_text(payload)
     return _bounded(tokenizer.encode(job.text), job.most)
 
 
 def encode_chat(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Messages to ids."""
     job = _read_chat(payload)
     try:
         return _bounded(tokenizer.encode_chat(job.messages, job.options, job.most), job.most)
@@ -63,7 +57,6 @@ def encode_chat(tokenizer: Tokenizer, payload: bytes) -> bytes:
 
 
 def decode(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Ids to UTF-8."""
     return tokenizer.decode(unpack_ids(payload)).encode()
 
 

@@ -1,9 +1,9 @@
-"""Text processes: where tokenizing, chat templates and whatever else takes a caller's bytes apart is done, beside the
-event loop, under limits of time and memory.
+"""Runs tokenizing, chat templates and other parsing of callers' bytes beside the event loop, under limits of time and
+memory.
 
 To add a kind of job: write a function `(tokenizer, payload: bytes) -> bytes` in a module that imports neither gRPC nor
 torch; add a line `name: "module:function"` to `jobs.KINDS`; call `await processes.run("name", payload, deadline)`. The
-function raises `jobs.Refusal` with a sentence for the caller where the input is at fault.
+function raises `jobs.JobRefused` with a sentence for the caller where the input is at fault.
 
 Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
 It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
@@ -34,7 +34,7 @@ _LOAD_MEMORY = 768 * 2**20  # bytes; the largest vocabularies take less than hal
 
 
 class JobFailed(Exception):
-    """The process that did the job has a fault, or died of it. Says nothing of the input."""
+    """The worker has a defect or died of one. Does not blame the input."""
 
 
 class JobDied(JobFailed):
@@ -43,7 +43,7 @@ class JobDied(JobFailed):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Of like processes and what waits for them."""
+    """Limits of processes of one kind and of their queue."""
 
     processes: int
     seconds: float  # a job
@@ -65,7 +65,7 @@ _APART = "constraint"  # the kind of job with processes of its own
 
 
 class TextProcesses:
-    """The processes of one server. Belongs to one event loop."""
+    """Holds the processes of one server. Used from one event loop."""
 
     def __init__(
         self,
@@ -89,12 +89,11 @@ class TextProcesses:
 
     @property
     def digest(self) -> str:
-        """Of the tokenizer that they have."""
         return self._server.digest
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the fork server; its children are the others."""
+        """Returns the fork server's pid; its children are the workers."""
         return self._server.pids
 
     async def start(self) -> None:
@@ -105,7 +104,7 @@ class TextProcesses:
     async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
         """Does one job; senders take turns. `deadline` is on the clock of time.monotonic.
 
-        Raises Refusal where the input is at fault, too much time or memory included; Overloaded, DeadlineExceeded,
+        Raises JobRefused where the input is at fault, excessive time or memory included; Overloaded, DeadlineExceeded,
         EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
         """
         pool = self._small if len(payload) <= SMALL else self._large
@@ -114,12 +113,11 @@ class TextProcesses:
         return await pool.run(self._numbers[kind], payload, deadline, sender)
 
     async def close(self) -> None:
-        """Kills them."""
         await self._server.close()
 
 
 class _Pool:
-    """Some processes, and the one queue for them."""
+    """Processes of one kind and the one queue for them."""
 
     def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
@@ -145,7 +143,7 @@ class _Pool:
             raise
 
     async def _wait(self, size: int, deadline: float | None, sender: str) -> None:
-        """For this job's turn."""
+        """Waits for this job's turn."""
         if self._waiting >= self._limits.jobs or self._bytes + size > self._limits.waiting:
             self._refusals[Reason.TEXT_QUEUE] += 1
             raise Overloaded("too much text waits to be processed", Reason.TEXT_QUEUE, RETRY)
@@ -190,7 +188,7 @@ class _Pool:
         raise JobFailed(f"a text process met {result.decode()}")
 
     async def _death(self, worker: Worker) -> Exception:
-        """Why it answers no more. A library in Rust or C that gets no memory aborts."""
+        """Returns why the worker stopped answering. A library in Rust or C that gets no memory aborts."""
         code = await worker.ended
         if code == -signal.SIGABRT:
             return JobRefused("takes more memory to process than is allowed")
@@ -198,5 +196,4 @@ class _Pool:
 
 
 def _left(deadline: float | None) -> float | None:
-    """Seconds."""
     return None if deadline is None else deadline - time.monotonic()
