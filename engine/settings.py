@@ -1,6 +1,6 @@
-"""Every setting of the engine: its name, type, default, bounds and help, once. No torch.
+"""Defines every setting of the engine once: name, type, default, bounds and help. No torch.
 
-An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree as it stands.
+An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree unchanged.
 `EngineSettings` is what the engine process gets at its start: all of them, resolved and validated.
 """
 
@@ -28,14 +28,14 @@ KvDtype = Literal["auto", "fp8"]
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
-    """A field of an options class. `help` names the unit; `bounds` are read by the tree's validation, but for `needs`,
-    the switch without which this one does nothing."""
+    """Declares a field of an options class. `help` names the unit; the tree's validation reads `bounds`, except
+    `needs`, the switch without which this one does nothing."""
     return field(default=default, metadata={"description": help, **bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Which engine runs, and what it keeps for finding faults."""
+    """Chooses the engine, and what it records for finding faults."""
 
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
     hang_timeout: float = setting(
@@ -57,7 +57,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How the model is loaded and run."""
+    """Options of loading and running the model."""
 
     device: Device = setting("auto", "what computes; auto: a GPU where one is usable")
     dtype: Dtype = setting("auto", "of arithmetic; auto: the weights' own on a GPU, on a CPU as its units have it")
@@ -77,7 +77,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """How the engine shares itself out."""
+    """Options that share the engine among requests."""
 
     max_sequences: int | None = setting(
         None, "sequences that run at once; unset: 64 on a CPU, on a GPU 512 or what its memory is for", ge=1, le=1024
@@ -141,7 +141,7 @@ class FakeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelOptions, EngineOptions):
-    """Everything the engine process needs to know."""
+    """Settings of the engine process."""
 
     model: str  # the folder; empty for a fake that speaks bytes
     model_digest: str | None = None  # that the folder must have, as `quant.checkpoint.digest.of_model` writes it
@@ -152,6 +152,6 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
 
 
 def switches_of(settings: EngineSettings) -> dict[str, bool]:
-    """Each of the engine's switches as the settings have it."""
+    """Returns the engine's switches as set."""
     names = [one.name for kind in (ExecutionSwitches, PrefixSwitches) for one in fields(kind)]
     return {name: getattr(settings, name) for name in names}

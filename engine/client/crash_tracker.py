@@ -1,12 +1,12 @@
-"""Which requests may have killed an engine process, which one has, and that it does so no more.
+"""Attributes crashes of the engine process to requests, and quarantines those that cause them.
 
-After a death everyone who was part of the step is a suspect. A suspect that comes again runs like any other but for its
-*solo*: the steps around the place where it was, which are run for it alone. If the process dies in one of those,
-nobody else can have been the cause, and the request is refused from then on. So a request kills two processes at most,
-and no mate is ever taken for it.
+After a crash every request of the step is a suspect. A suspect that is submitted again runs like any other except for
+its *solo*: the steps around the place where it was, which are run for it alone. If the process dies in one of those, no
+other request can be the cause, and this one is refused from then on. So a request kills two processes at most, and no
+other request of the step is ever blamed for it.
 
-Requests are known by a keyed hash of prompt and sampling, the seed left out, since a retry has another. The key is the
-front's own, so that what is in the table or in a log says nothing of a prompt.
+Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key is
+the front's own, so that neither table nor log reveals a prompt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Suspect:
 
 
 class CrashTracker:
-    """A bounded table with expiry."""
+    """Holds suspects in a bounded table with expiry."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,7 @@ class CrashTracker:
         return len(self._entries)
 
     def solo(self, request: GenerationRequest) -> Solo:
-        """How it is to be run. Raises Quarantined."""
+        """Returns the steps to run alone. Raises Quarantined."""
         entry = self._known(request)
         if entry is None:
             return NO_SOLO
@@ -62,7 +62,7 @@ class CrashTracker:
         return entry.solo
 
     def died_together(self, who: Iterable[tuple[GenerationRequest, int]], ahead: int) -> None:
-        """A process died in a step that was run for these, with so many tokens delivered. The step may have begun
+        """Records a crash in a step that fed these requests, with their delivered tokens. The step may have begun
         `ahead` tokens before or after those."""
         for request, made in who:
             begin, end = max(0, made - ahead), made + ahead + 1
@@ -74,7 +74,7 @@ class CrashTracker:
             self._keep(request, (begin, end), quarantined=False)
 
     def died_alone(self, request: GenerationRequest, made: int, ahead: int) -> None:
-        """One died in a step that was run for this request and for no other."""
+        """Records a crash in a step that fed this request alone."""
         if self._known(request) is None:
             self.died_together([(request, made)], ahead)
             return
@@ -83,7 +83,7 @@ class CrashTracker:
         _log.error("request %s has ended two engine processes and is refused from now on", self._hash(request).hex())
 
     def ended(self, request: GenerationRequest) -> None:
-        """It ran to its end: it is none."""
+        """Clears a request that ran to its end."""
         if self._entries:
             self._entries.pop(self._hash(request), None)
 

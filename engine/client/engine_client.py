@@ -1,7 +1,7 @@
-"""The engine as the front uses it. `supervisor` owns the process, `streams` the requests, `switching` the switches.
+"""Implements the engine for the front. `supervisor` owns the process, `streams` the requests, `switching` the switches.
 
-All of it belongs to one event loop. `cancel` may be called from a `finally`, since nothing here waits but `start`,
-`set_optimization`, `close` and reading a stream.
+All of it belongs to one event loop. `cancel` may be called from a `finally`, since only `start`, `set_optimization`,
+`close` and reading a stream wait.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine that is not there may still be expected; see `engine.give_up`."""
+        """Whether an absent engine may still be expected; see `engine.give_up`."""
         return self._supervisor.alive
 
     @property
@@ -97,15 +97,14 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
         return self._supervisor.pid
 
     async def start(self) -> None:
         await self._supervisor.start()
 
     async def ended(self) -> None:
-        """For ever, while the engine is restarted when it dies. Raises what ended that: InvalidModel where the model
-        folder was replaced."""
+        """Never returns while the engine is restarted when it dies. Raises what ended that: InvalidModel where the
+        model folder was replaced."""
         await self._supervisor.ended()
 
     def submit(self, request: GenerationRequest) -> InboxStream:
@@ -115,7 +114,7 @@ class EngineClient:
         return self._streams.open(request)
 
     def unavailable(self) -> EngineUnavailable:
-        """What to raise while it is not ready: why, and when to come back."""
+        """Returns the error while the engine is not ready: why, and when to retry."""
         why = f"the engine is {self._supervisor.state}"
         if self._replaced:
             why = "the model's files were replaced; the server has to be started again"
@@ -203,7 +202,7 @@ class EngineClient:
                 self._profiles.settle(report)
 
     def _change(self, info: ModelInfo) -> str | None:
-        """What this process has loaded otherwise than the front and the processes before it have."""
+        """Returns what this process loaded differently from the front and earlier processes."""
         known = self._info
         texts = self._texts if known is None else known.texts_digest
         if texts is not None and info.texts_digest != texts:
@@ -214,8 +213,8 @@ class EngineClient:
 
 
 def texts_digest(folder: str) -> str:
-    """Of the files that prompts are made with, to be taken before they are read: the engine process must have found the
-    same. Raises InvalidModel."""
+    """Digests the files that prompts are made with, before they are read: the engine process must find the same. Raises
+    InvalidModel."""
     try:
         return of_texts(Path(folder)) if folder else ""
     except BadFile as error:
@@ -223,7 +222,7 @@ def texts_digest(folder: str) -> str:
 
 
 def check(request: GenerationRequest, info: ModelInfo) -> None:
-    """ValueError for what this model cannot run. A front that validates never meets it."""
+    """Raises ValueError for what this model cannot run. A front that validates never meets it."""
     prompt = request.token_ids
     if not 0 < len(prompt) < info.max_context:
         raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")

@@ -14,7 +14,7 @@ _SPARE = 5.0  # seconds that the process goes on where nobody comes back
 
 
 class PendingProfiles:
-    """Those that are under way."""
+    """Tracks profiles under way."""
 
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
@@ -42,13 +42,13 @@ class PendingProfiles:
                 self._send(EndProfile(ticket))
 
     def settle(self, report: Profiled) -> None:
-        """The engine's answer, which nobody may wait for any more."""
+        """Passes the engine's report to its waiter, if that still waits."""
         answer = self._asked.get(report.ticket)
         if answer is not None and not answer.done():
             answer.set_result(report.stacks)
 
     def fail(self, error: Callable[[], EngineUnavailable]) -> None:
-        """The process has gone."""
+        """Fails all waiters, since the process has gone."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())

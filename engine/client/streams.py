@@ -1,5 +1,4 @@
-"""All requests of a front: which process has them, what of them outlives it, and that nothing is left behind in the
-engine once nobody reads."""
+"""Tracks all requests of a front across engine processes, and cancels those without a reader."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as
 
 
 class Streams:
-    """All live requests of one front. Those without a first token outlive the engine process that had them: they are
-    kept for the next one, within their deadlines."""
+    """Holds all live requests of one front. Those without a first token outlive their engine process: they are kept for
+    the next one, within their deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
@@ -62,8 +61,7 @@ class Streams:
         return InboxStream(inbox)
 
     def deliver(self, events: list[Event], keys: Sequence[int] = (), ids: Sequence[int] = ()) -> None:
-        """What a step brought: ids alone to those with the keys, then events. What is for streams that were cancelled
-        meanwhile goes nowhere."""
+        """Delivers a step's ids by key, then its events. Those of streams that were cancelled meanwhile are dropped."""
         inboxes = self._inboxes
         self.few = len(inboxes) <= _FEW
         if self._leaving or self._left:
@@ -82,10 +80,10 @@ class Streams:
                         self._crashes.ended(inbox.request)
 
     def wake(self, inbox: StreamInbox) -> None:
-        """Soon: where there are many, few readers in every fourth turn of the event loop, since each writes a message,
-        and whatever else there is to do, new calls above all, is done between those. Who has no token yet, or is
-        watched, need not wait for such a turn. Where there are few streams nobody waits: turns, and what gRPC does in
-        each, cost a message a tenth of its time."""
+        """Wakes a reader soon. Where there are many, a few readers are woken in every fourth turn of the event loop,
+        since each writes a message, and other work, new calls above all, is done in between. Readers without a token
+        yet and interactive ones need not wait for such a turn. Where there are few streams none waits: turns, and what
+        gRPC does in each, cost a message a tenth of its time."""
         if self.few:
             inbox.wake()
             return
@@ -126,7 +124,7 @@ class Streams:
         self.give_up(error)
 
     def lose(self, error: Callable[[], EngineError]) -> None:
-        """The process is gone: those that had a token end, the others are kept."""
+        """Handles the loss of the process: streams that had a token end, the others are kept."""
         inboxes, self._inboxes = self._inboxes, {}
         self._lost = {**self._left, **self._leaving, **inboxes}
         self._left, self._leaving = {}, {}
@@ -137,7 +135,8 @@ class Streams:
                 self._keep(inbox)
 
     def attribute_crash(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
-        """It died of itself, and this is what it was at. Steps begin up to `ahead` tokens before those that came."""
+        """Attributes the process's own crash to the step that it left unfinished. Steps begin up to `ahead` tokens
+        before those that arrived."""
         lost, self._lost = self._lost, {}
         named = [lost[key] for key in step.keys if key in lost]
         if step.alone:
@@ -151,11 +150,11 @@ class Streams:
                 inbox.end(error())
 
     def clear_crash(self) -> None:
-        """It did not die of anything that it was given."""
+        """Clears all requests of a death that they did not cause."""
         self._lost = {}
 
     def resume(self) -> None:
-        """There is another process: it gets what was kept, in the old order."""
+        """Submits what was kept to the new process, in the old order."""
         kept, self._kept = self._kept, {}
         for inbox, timer in kept.values():
             if timer is not None:
@@ -192,7 +191,7 @@ class Streams:
         return kept is not None
 
     def _expire(self, inbox: StreamInbox) -> None:
-        """Its time is up while no engine looks at it: it ends as the engine would end it."""
+        """Ends a kept request whose time is up, as the engine would end it."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()
         if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):

@@ -1,5 +1,5 @@
-"""The front's half of the engine's switches: what was asked for, what every new process is told, and what was turned
-back."""
+"""Implements the front's half of the engine's switches: what was requested, what a new process gets, and what was
+reverted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Switching:
-    """The switches of one engine, through all of its processes."""
+    """Holds the switches of one engine, through all of its processes."""
 
     def __init__(self, settings: EngineSettings, send: Callable[[Command], None]) -> None:
         self.reverted: dict[str, Reverted] = {}
@@ -39,7 +39,7 @@ class Switching:
         await answer
 
     def settle(self, report: Switched) -> None:
-        """The engine's answer, whether or not somebody still waits for it."""
+        """Passes the engine's answer to its waiter, if that still waits."""
         asked = self._asked.pop(report.ticket, None)
         if asked is None:
             if report.refusal is not None:
@@ -58,20 +58,20 @@ class Switching:
                 answer.set_exception(Unsupported(report.refusal))
 
     def turned_back(self, what: Reverted) -> None:
-        """By the engine process."""
+        """Records that the engine process reverted a switch."""
         self._trials.pop(what.name, None)
         self._on[what.name] = what.enabled
         self.reverted[what.name] = what
         self.reverts[what.name] += 1
 
     def tell(self) -> None:
-        """A new process what differs from what it started with."""
+        """Sends a new process what differs from its start."""
         for name, enabled in self._on.items():
             if self._first.get(name) is not enabled:
                 self._send(SetSwitch(next(self._tickets), name, enabled))
 
     def lost(self, steps: int) -> None:
-        """The process has died after so many steps: what was on trial is turned back, since it may be the reason."""
+        """Reverts what was on trial when the process died after `steps` steps, since it may be the cause."""
         trials, self._trials = self._trials, {}
         for name, since in trials.items():
             if steps - since < TRIAL_STEPS:
@@ -81,7 +81,6 @@ class Switching:
                 self.turned_back(Reverted(name=name, enabled=not self._on[name], reason=reason))
 
     def fail(self, error: Callable[[], EngineError]) -> None:
-        """Whoever waits for an answer."""
         for _, answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())

@@ -111,8 +111,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process was given, and reraises its
-    exception. Raises MemoryError where there is no memory for that stack."""
+    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process has, and reraises its exception.
+    Raises MemoryError where there is no memory for that stack."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 

@@ -123,13 +123,12 @@ class Constraints:
 
     @property
     def busy(self) -> bool:
-        """Is true while some sequence waits for its mask."""
+        """Whether some sequence waits for its mask."""
         return any(not self._is_ready(held) for held in self._held.values())
 
     @property
     def kept(self) -> bool:
-        """Is true while `collect` must be called about every second, so that idle processes end and free their
-        memory."""
+        """Whether `collect` must be called about every second, so that idle processes end and free their memory."""
         return bool(self._processes.live)
 
     @property
@@ -187,7 +186,6 @@ class Constraints:
             self._unpark(lambda held: held.parked_at is not None)
 
     def constrained(self, key: int) -> bool:
-        """Whether that sequence has a constraint."""
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
@@ -258,7 +256,7 @@ class Constraints:
     # Called by the processes
 
     def on_answer(self, process: ConstraintProcess, answer: Answer) -> None:
-        """Implements `processes.Listener`."""
+        """Implements `processes.ProcessListener`."""
         held = self._by_number.get(answer.key)
         if held is None or held.process is not process:
             return

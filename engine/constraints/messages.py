@@ -42,13 +42,11 @@ class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Ends the sequence."""
-
     key: int
 
 
 class Advanced(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Is the first answer to Advance; `Masked` or `Failed` follows."""
+    """First answer to Advance; `Masked` or `Failed` follows."""
 
     key: int
     allowed: bool
@@ -57,7 +55,7 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Is the last answer to Begin, Advance and TakeBack."""
+    """Last answer to Begin, Advance and TakeBack."""
 
     key: int
     length: int  # tokens of the answer before the mask's token

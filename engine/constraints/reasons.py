@@ -6,7 +6,7 @@ import enum
 
 
 class ConstraintReason(enum.StrEnum):
-    """Says why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
+    """Reason why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
     costs."""
 
     UNMET = "unmet"  # no token is left, or the grammar cannot be used with this model

@@ -1,4 +1,4 @@
-"""The vocabulary as grammars see it: the bytes of every token, and how a text is cut into tokens."""
+"""Reads a vocabulary for grammars: the bytes of every token, and how a text is cut into tokens."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class _Chosen:
 
 
 class ChosenProducts:
-    """For the weights given, by shape. Without the library or without a GPU: torch's product."""
+    """Chooses products for the weights given, by shape. Without the library or without a GPU: torch's product."""
 
     def __init__(self, linears: Iterable[DenseLinear] = (), folder: Path | None = None) -> None:
         self._weights: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -52,8 +52,8 @@ class ChosenProducts:
             self._kept = folder / self._cublas.name
 
     def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a capture,
-        and on a GPU the current stream is one that captures can be made on."""
+        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a
+        capture, and on a GPU the current stream is one that captures can be made on."""
         product = CublasProduct(x.shape[0], *weight.shape)
         if product not in self._known:
             self._known[product] = self._choose(product, x, out)
@@ -64,7 +64,7 @@ class ChosenProducts:
             self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
 
     def _choose(self, product: CublasProduct, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
-        """None: torch's."""
+        """Returns None for torch's."""
         weights = self._weights.get((product.rows, product.columns))
         if self._cublas is None or not weights or product.tokens not in TOKENS:
             return None
@@ -91,7 +91,7 @@ class ChosenProducts:
         x: torch.Tensor,
         out: torch.Tensor,
     ) -> str:
-        """In hexadecimal; "": torch's."""
+        """Returns the algorithm in hexadecimal; "": torch's."""
         tried = dict.fromkeys(prepared.algorithms)
         for tokens in _NEIGHBOURS:
             other = cublas.prepare(CublasProduct(tokens, product.rows, product.columns), _ALGORITHMS)
@@ -138,7 +138,7 @@ class ChosenProducts:
 
 
 def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """In a graph, as it will be used: there the memset that some algorithms bring along costs time of its own."""
+    """Captures a graph, since it is used in one: there the memset that some algorithms need costs time of its own."""
     enqueue()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
@@ -151,7 +151,7 @@ def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _milliseconds(enqueue: Callable[[], None]) -> float:
-    """Of the GPU."""
+    """Measures the GPU's time."""
     made: type[torch.cuda.Event] = torch.cuda.Event
     began, ended = made(enable_timing=True), made(enable_timing=True)
     began.record()

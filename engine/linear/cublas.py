@@ -1,5 +1,5 @@
-"""cuBLASLt by its C interface: the algorithms that it has for a product with plain weights, and the product by one of
-them. torch takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
+"""Calls cuBLASLt by its C interface: lists its algorithms for a product with plain weights, and runs one of them. torch
+takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_WORKSPACE = 32 << 20  # bytes, for products whose columns several blocks s
 
 
 class CublasError(Exception):
-    """A call did not go well, or the library is not there."""
+    """A call failed, or the library is missing."""
 
 
 class _Algorithm(ctypes.Structure):
@@ -35,7 +35,7 @@ class _AlgorithmFound(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CublasProduct:
-    """out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
+    """Computes out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
 
     tokens: int
     rows: int
@@ -44,8 +44,8 @@ class CublasProduct:
 
 @dataclass(frozen=True, slots=True)
 class PreparedProduct:
-    """One product's descriptions and the algorithms that there are for it, the library's own choice first. Descriptions
-    last as long as the process."""
+    """One product's descriptions and its algorithms, the library's own choice first. Descriptions last as long as the
+    process."""
 
     product: Any
     weights: Any
@@ -55,7 +55,7 @@ class PreparedProduct:
 
 
 class Cublas:
-    """The library that torch has loaded, on one device."""
+    """Wraps the library that torch has loaded, on one device."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -69,14 +69,14 @@ class Cublas:
 
     @property
     def name(self) -> str:
-        """Of a file about this GPU and this version of the library."""
+        """Returns a file name for this GPU and this version of the library."""
         get = self._library.cublasLtGetVersion
         get.restype = ctypes.c_size_t
         gpu = torch.cuda.get_device_name(self._workspace.device)
         return f"{''.join(letter if letter.isalnum() else '-' for letter in gpu.lower())}-{get()}.json"
 
     def prepare(self, wanted: CublasProduct, most: int) -> PreparedProduct:
-        """With `most` algorithms at most. Raises CublasError where there is none."""
+        """Prepares `most` algorithms at most. Raises CublasError where there is none."""
         # To the library a matrix by rows is its transpose by columns: outᵀ = W · xᵀ.
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(product), _COMPUTE_FLOAT32, _FLOAT32)
@@ -112,7 +112,7 @@ class Cublas:
     def multiply(
         self, how: PreparedProduct, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Enqueued on torch's current stream; of products on two streams at a time the results would be wrong."""
+        """Enqueues on torch's current stream; of products on two streams at a time the results would be wrong."""
         self._call(
             "cublasLtMatmul",
             self._handle, how.product, ctypes.byref(self._one), _pointer(weights), how.weights, _pointer(x), how.x,

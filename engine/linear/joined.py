@@ -8,7 +8,7 @@ from engine.linear import Linear
 
 
 class JoinedLinear:
-    """The outputs of all parts, side by side."""
+    """Concatenates the outputs of all parts."""
 
     def __init__(self, parts: tuple[Linear, ...]) -> None:
         self.parts = parts
@@ -18,5 +18,4 @@ class JoinedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return sum(part.nbytes for part in self.parts)

@@ -74,8 +74,8 @@ def place_weight(
     placement: Placement,
     kernels: CudaKernels | None = None,
 ) -> Linear:
-    """A linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a CPU
-    without products: by plain tiles."""
+    """Returns a linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a
+    CPU without products: by plain tiles."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)

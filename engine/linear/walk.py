@@ -1,4 +1,4 @@
-"""The walk of `walk.c`, called with the addresses of tensors: what a model is there, and one call a step."""
+"""Calls the walk of `walk.c` with the addresses of tensors: one call a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _long = ctypes.c_long
 
 
 class Unfit(Exception):
-    """The walk does not take this model; says why in one line."""
+    """The walk does not support this model; the text is the reason in one line."""
 
 
 class _Wide(ctypes.Structure):
@@ -99,7 +99,7 @@ class WalkedModel:
 
 @dataclass(frozen=True, slots=True)
 class WalkedRows:
-    """Where the tokens of a step stand, and what of the cache is theirs."""
+    """Positions of a step's tokens, and their part of the cache."""
 
     positions: torch.Tensor  # int64 [rows]
     slots: torch.Tensor  # int64 [rows]
@@ -128,7 +128,7 @@ class _KeptStructures:
         return _WalkLinear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
 
     def floats(self, tensor: torch.Tensor) -> int:
-        """The address of float32 numbers side by side."""
+        """Returns the address of contiguous float32 numbers."""
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             tensor = tensor.float().contiguous()
         self.kept.append(tensor)
@@ -136,7 +136,7 @@ class _KeptStructures:
 
 
 class Walk:
-    """A model in the form that `walk.c` reads. Its weights must stay where they are."""
+    """Holds a model in the form that `walk.c` reads. Its weights must stay where they are."""
 
     def __init__(self, model: WalkedModel, products: CpuProducts) -> None:
         """Describes the model to the library. Raises Unfit."""
@@ -170,11 +170,11 @@ class Walk:
         )
 
     def takes(self, rows: int, last: int) -> bool:
-        """Whether so many tokens, the last at this position, are few enough units."""
+        """Whether the tokens, the last at position `last`, are few enough."""
         return rows * (last // SPLIT + 1) * max(self._units) <= self._most_units
 
     def layers(self, x: torch.Tensor, rows: WalkedRows) -> None:
-        """x float32 [rows, hidden], contiguous: embeddings, which become what the last layer leaves."""
+        """Transforms x float32 [rows, hidden], contiguous, in place from embeddings to the last layer's output."""
         splits = rows.last // SPLIT + 1
         cached = rows.cache.shape[3] * rows.cache.shape[4]
         step = _Step(
@@ -193,7 +193,7 @@ class Walk:
         self._go(self._library.walk_layers, step)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden float32 [rows, hidden], contiguous → float32 [rows, vocabulary]."""
+        """Shapes: hidden float32 [rows, hidden], contiguous → float32 [rows, vocabulary]."""
         logits = hidden.new_empty(hidden.shape[0], self._vocabulary)
         step = _Step(
             x=hidden.data_ptr(), logits=logits.data_ptr(), rows=hidden.shape[0], splits=1, threads=self._threads

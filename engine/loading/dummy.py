@@ -1,4 +1,4 @@
-"""Random weights for a config that has none: `load_format: dummy`, for benchmarks and tests."""
+"""Makes random weights for a config that has none: `load_format: dummy`, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -30,19 +30,16 @@ class DummyWeights:
         self._placement = placement
 
     def names(self) -> Collection[str]:
-        """Every tensor of the model."""
         return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type it is made in."""
         return self._placement.dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The same numbers for the same name, seed, device and type."""
+        """Returns the same numbers for the same name, seed, device and type."""
         shape = self._shapes[name]
         if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, dtype=self._placement.dtype, device=self._placement.device)
@@ -109,7 +106,7 @@ class DummyLinears:
 
 
 def _generator(name: str, seed: int, device: torch.device) -> torch.Generator | None:
-    """None where there are shapes but no numbers."""
+    """Returns None where there are shapes but no numbers."""
     if device.type == "meta":
         return None
     return torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)

@@ -1,4 +1,4 @@
-"""From a model folder, or its config alone, to weights on their device, whatever format the folder has."""
+"""Loads weights of any format onto their device."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ class LoadedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What is loaded, and to where."""
-
     config: ModelConfig
     form: Format
     placement: Placement
@@ -59,7 +57,7 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
 
 
 def check(folder: Path, config: ModelConfig, form: Format) -> None:
-    """Whether the folder's tensors are those of its config and format, by their headers. Raises InvalidModel."""
+    """Checks by their headers that the folder's tensors are those of its config and format. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         try:
@@ -109,7 +107,7 @@ def _loader(checkpoint: MappedTensors, form: Format) -> LinearLoader:
 
 
 def weights_digest(folder: Path, form: Format) -> str:
-    """As `load` finds it, without loading. Reads every weight. Raises InvalidModel."""
+    """Returns the digest that `load` would find, without loading. Reads every weight. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         checkpoint.close()
@@ -121,6 +119,6 @@ def weights_digest(folder: Path, form: Format) -> str:
 
 
 def _identity(files: str, form: Format) -> str:
-    """The digest of the files, and of what else decides what the weights compute."""
+    """Combines the digest of the files with everything else that decides what the weights compute."""
     made = [form.name] if form.int8 else []
     return digest.of_text(files, *made) if made else files

@@ -1,5 +1,5 @@
-"""Decides which sequences a step feeds and how far, and takes in what the step brought. Owns the live sequences; which
-of them run, `slots` says. Torch-free."""
+"""Decides which sequences a step feeds and how far, and applies the step's results. Owns the live sequences; `slots`
+decides which of them run. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _WAITS = 2  # steps in a row that second tokens wait for others' first ones
 
 
 class Scheduler:
-    """plan → run → commit, with admit, cancel, pause and resume in between."""
+    """Cycles through plan → run → commit, with admit, cancel, pause and resume in between."""
 
     def __init__(
         self,
@@ -98,13 +98,12 @@ class Scheduler:
             self._remove(sequence)
 
     def pause(self, key: int) -> None:
-        """Plans it no more until `resume`. It keeps its pages while nobody else wants them."""
+        """Stops planning a sequence until `resume`. It keeps its pages while no other needs them."""
         sequence = self._live.get(key)
         if sequence is not None and not sequence.paused:
             self._slots.pause(sequence)
 
     def resume(self, key: int) -> None:
-        """Undoes `pause`."""
         sequence = self._live.get(key)
         if sequence is not None and sequence.paused:
             self._slots.resume(sequence)
@@ -121,7 +120,7 @@ class Scheduler:
 
     @property
     def fetching(self) -> int:
-        """Sequences that wait for the shared tier; `collect` is to be called soon."""
+        """Returns how many sequences wait for the shared tier; `collect` must be called soon."""
         return len(self._fetching)
 
     def collect(self) -> None:
@@ -134,7 +133,7 @@ class Scheduler:
             self._slots.enqueue(sequence)
 
     def start_early(self) -> None:
-        """Gives the first that waits its slot while a step runs, if one is free: nobody in that step loses anything."""
+        """Gives the first waiting sequence a free slot while a step runs, which costs that step nothing."""
         if self._slots.spare:
             self._slots.start_first()
 
@@ -152,7 +151,7 @@ class Scheduler:
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None where nobody can be fed."""
+        """Returns the next step; None where nothing can be fed."""
         self._slots.start_waiting()
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
@@ -194,7 +193,7 @@ class Scheduler:
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
     def _to_feed(self) -> tuple[Items[Sequence], int]:
-        """Whom the next step may feed, and how many prompt tokens."""
+        """Returns the sequences that the next step may feed, and how many prompt tokens."""
         running, changes = self._slots.running, self._slots.changes
         budget = self._pacing.prompt_tokens(running, self._turns.budget)
         fed = self._turns.next(running)
@@ -271,17 +270,15 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Is true while the step planned last feeds part of a step that failed."""
+        """Whether the step planned last feeds part of a step that failed."""
         return self._turns.repeats
 
     @property
     def live(self) -> int:
-        """Sequences that have not ended."""
         return len(self._live)
 
     @property
     def load(self) -> EngineLoad:
-        """How busy it is now."""
         waiting = self._slots.waiting + sum(not sequence.paused for sequence in self._fetching.values())
         return EngineLoad(
             running=len(self._live) - waiting - self._slots.paused,
@@ -298,8 +295,8 @@ class Scheduler:
     # How steps and sequences end
 
     def _take_back(self, plan: StepPlan) -> list[Sequence]:
-        """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
-        was to feed and who still holds a slot."""
+        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that it
+        was to feed and that still hold a slot."""
         self._pacing.idle()
         self._throttle.away()
         self._slots.say_again(plan)
@@ -320,8 +317,8 @@ class Scheduler:
             raise WrongResult(f"a row brought more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
-        """Whether those whose prompts have just ended wait while others' end, instead of decoding beside them with
-        nobody else: those first tokens would come a decoding step later, and their own second ones no earlier."""
+        """Whether sequences whose prompts have just ended wait while others' prompts end, instead of decoding alone
+        beside them: those first tokens would come a decoding step later, and their own second ones no earlier."""
         passes = all(row.count > 1 for row in others)
         ending = [self._live[row.key].request.priority for row in others if row.count > 1 and row.sample]
         own = max(sequence.request.priority for sequence in begun)

@@ -1,4 +1,4 @@
-"""What comes from the front, and when it is obeyed: between steps, and short requests also while one runs."""
+"""Reads the front's commands, and obeys them between steps; short requests also while one runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHORT = 1024  # tokens of a prompt that is taken in within a tenth of a millise
 
 
 class Arrivals:
-    """The engine's end of the link, as far as it is read."""
+    """Reads the engine's end of the link."""
 
     def __init__(self, link: EngineLink, obey: Callable[[Command], None]) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""From settings to a runner that is ready: device, weights, page pool, executors. Everything `auto` is decided here."""
+"""Builds a runner from settings: device, weights, page pool, executors. Everything `auto` is decided here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """All that executors are made from, and what ModelInfo says of it."""
+    """Parts of the executors, and facts for ModelInfo."""
 
     parts: Parts
     room: Room
@@ -74,7 +74,7 @@ def build(settings: EngineSettings, progress: Progress, constraints: Constraints
 
 
 def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> GpuKernels:
-    """Those of the model's GPU, which begin to be compiled. Where that cannot be, who wants them says why."""
+    """Begins to compile the kernels of the model's GPU. Where that is impossible, their users report why."""
     device = what.placement.device
     if device.type != "cuda" or settings.decoder == "eager":
         return GpuKernels()
@@ -89,7 +89,8 @@ def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> 
 
 
 def _try(runner: ModelRunner, folder: Path) -> None:
-    """One step before anybody is served: weights that are damaged anywhere give no number. Raises InvalidModel."""
+    """Runs one step before requests are served: weights that are damaged anywhere give no number. Raises
+    InvalidModel."""
     info, asked = runner.info, plain_request((0,))
     pages = range(min(info.total_pages, 1 + -(-info.lookahead_tokens // info.page_size)))
     sampling = replace(asked.sampling, temperature=1.0)  # a greedy choice overlooks minus infinity
@@ -104,7 +105,7 @@ def _try(runner: ModelRunner, folder: Path) -> None:
 
 
 def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> PreparedModel:
-    """Weights and page pool in their places."""
+    """Loads weights and makes the page pool."""
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
@@ -137,7 +138,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
 def _loading(
     settings: EngineSettings, config: ModelConfig, form: Format, device: torch.device, progress: Progress
 ) -> Loading:
-    """Where the weights of a folder go, and as what."""
+    """Returns where the weights of a folder go, and in which form."""
     cpu, quantized = cpu_features(), form.in_memory is not None
     dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
@@ -147,8 +148,8 @@ def _loading(
 
 
 def _check_size(folder: Path, what: Loading) -> None:
-    """Before anything is allocated: memory that the system promises and does not have ends the process. Raises
-    Unsupported."""
+    """Checks sizes before anything is allocated: memory that the system promises and does not have ends the process.
+    Raises Unsupported."""
     placement = what.placement
     item = 0.5 if what.form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
     least = int(item * sum(math.prod(shape) for shape in dense_tensors(what.config).values()))
@@ -211,7 +212,8 @@ def _assemble(
 
 
 def _products_folder() -> Path | None:
-    """Where the choice of products is kept; None for a user without a home, who chooses anew at each start."""
+    """Returns where the choice of products is kept; None for a user without a home, for whom it is made at each
+    start."""
     try:
         return default_cache().parent / "products"
     except RuntimeError:

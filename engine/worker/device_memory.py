@@ -1,4 +1,4 @@
-"""How much memory of a GPU is in use, by whatever process."""
+"""Measures a GPU's memory in use by all processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _BUSY = 10.0  # where somebody does
 
 
 class DeviceMemory:
-    """Of the present CUDA device; nothing else is asked."""
+    """Measures the present CUDA device only."""
 
     def __init__(
         self, ask: Callable[[], tuple[int, int]] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ask` gives bytes that are free and that there are; None: the driver does."""
+        """`ask` returns free and total bytes; None: the driver does."""
         if ask is None:
             import torch  # seconds that an engine without a GPU need not pay
 

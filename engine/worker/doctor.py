@@ -1,4 +1,4 @@
-"""What this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
+"""Reports what this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
 it as JSON.
 
 A process of its own, because it imports torch and initialises the GPU, which the command line should not do.
@@ -44,8 +44,6 @@ from quant.checkpoint.tensors import dense_tensors
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device."""
-
     name: str
     capability: str
     memory_bytes: int
@@ -63,7 +61,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A folder as it would be served."""
+    """Facts of a folder as it would be served."""
 
     architecture: str
     weight_format: str
@@ -78,7 +76,7 @@ class ModelReport:
 
 @dataclass(slots=True)
 class DoctorReport:
-    """Everything found. `problems` keep a server from starting, `warnings` do not."""
+    """All findings. `problems` keep a server from starting, `warnings` do not."""
 
     torch: str
     cuda: str | None  # version that torch was built for
@@ -175,7 +173,7 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
 
 
 def _formats(form: Format | None) -> list[Option]:
-    """Every format that is served, the folder's own by its full name."""
+    """Lists every format that is served, the folder's own by its full name."""
     if form is None:
         return [Option(name, False, None) for name in FORMATS]
     found = [Option(name, False, _format_reason(name, form)) for name in FORMATS if not _is(form, name)]
@@ -193,7 +191,7 @@ def _format_reason(name: str, form: Format) -> str:
 
 
 def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.device) -> list[Option]:
-    """In the order of the registry; without a model, what would serve the tiny one that an entry is tried on."""
+    """Lists decoders in the order of the registry; without a model, for the tiny one that an entry is tried on."""
     found: list[Option] = []
     taken = False
     for entry in leaders(EXECUTORS):
@@ -209,7 +207,7 @@ def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.devic
 
 
 def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
-    """Of the model that it is compared with eager on."""
+    """Makes the model that the entry is compared with eager on."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(entry.trial)))
         config, form = read_folder(Path(folder), "auto")
@@ -218,7 +216,7 @@ def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
 
 
 def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
-    """Those that executors obey, and whether they would do anything."""
+    """Lists the switches that executors obey, and whether they would have an effect."""
     graph = next((one for one in report.decoders if one.name == "graph"), None)
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
@@ -233,7 +231,7 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
 
 
 def _with_products(placement: Placement, report: DoctorReport) -> Placement:
-    """As a server would have them, compiled now if they never were."""
+    """Adds a server's products, compiled now if they never were."""
     plain = any(one.chosen and one.name == DENSE for one in report.formats)
     if plain and placement.dtype == torch.float32:
         return placement
@@ -244,7 +242,7 @@ def _with_products(placement: Placement, report: DoctorReport) -> Placement:
 
 
 def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) -> Parts | None:
-    """The draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
+    """Makes the draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
     if not settings.draft_model:
         return None
     read = read_draft(Path(settings.draft_model), Path(settings.model), config)
@@ -255,7 +253,7 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
-    """Who would guess, under the decoder in use."""
+    """Lists proposers under the decoder in use."""
     verifier = CAPTURED if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == CAPTURED:
@@ -264,7 +262,7 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
 
 
 def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtype = "auto") -> Parts:
-    """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
+    """Makes what an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
     )

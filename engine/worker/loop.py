@@ -1,5 +1,5 @@
-"""The engine's three verbs, forever: plan, run, commit; in between, what the front asks for. Owns when reports are sent
-and what a broken step costs."""
+"""Runs the engine's three verbs forever (plan, run, commit), and the front's commands in between. Owns when reports are
+sent and what a failed step costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
 
 class Loop:
-    """Runs until the front goes (returns) or the runner is beyond hope (raises EngineFailed)."""
+    """Runs until the front goes (returns) or the runner cannot recover (raises EngineFailed)."""
 
     def __init__(
         self,
@@ -87,7 +87,6 @@ class Loop:
         runner.meanwhile(self._early)
 
     def run(self) -> None:
-        """The engine's life."""
         try:
             self._rounds()
         except (EOFError, ConnectionError, FrameError, EngineFailed):
@@ -111,14 +110,15 @@ class Loop:
                 busy = True
 
     def _early(self) -> bool:
-        """Of the next step what can be done while this one runs: takes in a request and gives it its slot."""
+        """Prepares the next step while this one runs: takes in a request and gives it its slot."""
         if not self._arrivals.take_early():
             return False
         self._scheduler.start_early()
         return True
 
     def _patience(self) -> float | None:
-        """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
+        """Returns the seconds to wait for the front while nothing can be done; None forever. Deadlines are noticed that
+        much later."""
         if self._scheduler.fetching or self._compiling.waiting:
             return _FETCH_INTERVAL
         if self._scheduler.live:
@@ -158,7 +158,7 @@ class Loop:
             logging.getLogger().setLevel(command.level.upper())
 
     def _step(self) -> bool:
-        """One step; whether there was anything to do."""
+        """Runs one step; whether there was anything to do."""
         now = time.monotonic()
         events, self._refused = self._refused, []
         events += self._scheduler.expire(now)

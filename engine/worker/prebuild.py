@@ -34,11 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _NoKernels(Exception):
-    """A kernel does not compile, or there is no compiler; says which."""
+    """A kernel does not compile, or there is no compiler."""
 
 
 def _kernels(folder: Path, settings: EngineSettings, arch: str, flags: argparse.Namespace) -> None:
-    """Of one model, for the GPUs of one architecture."""
+    """Compiles the kernels of one model, for the GPUs of one architecture."""
     from engine.kernels.build import BuildError, KernelLibrary, architecture, kept_in  # torch, which takes seconds
     from engine.loading.formats import read_folder
     from engine.worker.required_kernels import KernelQuery, required_kernels_any_context

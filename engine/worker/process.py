@@ -1,7 +1,7 @@
-"""`python -m engine.worker.process --fd N`: the process that holds model and device. Owns its start and its end.
+"""Starts and ends the process that holds model and device: `python -m engine.worker.process --fd N`.
 
-The front is told of loading, then of readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
-where it refused to load, 1 where something broke, which the front answers by starting another.
+It reports loading to the front, then readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
+where it refused to load, 1 where something failed, after which the front starts another.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ _OOM_SCORE = 300  # above the front's
 
 
 def main() -> int:
-    """The exit code."""
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
     arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
@@ -120,7 +119,7 @@ def _serve(link: EngineLink, marking: Marking, configure: ConfigureEngine) -> in
 
 
 def _receive_configure(link: EngineLink) -> ConfigureEngine:
-    """What to load. The driver begins as soon as it is known that there is something for it to do."""
+    """Receives the settings. The driver starts as soon as there is work for it."""
     while not (commands := link.receive(timeout=None)):
         pass
     match commands:
@@ -143,7 +142,7 @@ def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Co
 
 
 def _import_model() -> None:
-    """Torch: seconds that the fake need not pay."""
+    """Imports torch: seconds that the fake need not pay."""
     gc.disable()  # which looks at all that is imported again and again
     importlib.import_module("engine.worker.build")
     gc.freeze()
@@ -199,7 +198,8 @@ class _ProgressReports:
 
 
 def _die_with_parent() -> None:
-    """No orphan holds the device: the kernel kills us with the front. A terminal's ctrl-C is the front's to handle."""
+    """Makes the kernel kill this process with the front, so that no orphan holds the device. The front handles a
+    terminal's ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -207,8 +207,8 @@ def _die_with_parent() -> None:
 
 
 def _die_before_parent() -> None:
-    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front, and a text
-    process, which has 500, rather than this one."""
+    """Makes the kernel prefer this process to the front where memory runs out, since it can be replaced, and a text
+    process, which has 500, to this one."""
     with contextlib.suppress(OSError, ValueError):
         own = Path("/proc/self/oom_score_adj")
         own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))

@@ -13,7 +13,7 @@ from engine.stacks import StackSampler
 
 
 class ProfileRecorder:
-    """One at a time: the latest."""
+    """Takes one profile at a time, the latest requested."""
 
     def __init__(self, send: Callable[[Profiled], None]) -> None:
         self._send = send
@@ -21,7 +21,7 @@ class ProfileRecorder:
         self._sampler: StackSampler | None = None
 
     def obey(self, command: StartProfile | EndProfile) -> None:
-        """One that has begun ends by itself, if nobody comes back for it."""
+        """Starts or ends a profile, which also ends by itself."""
         if isinstance(command, EndProfile) and command.ticket != self._ticket:
             self._send(Profiled(command.ticket, ""))
             return

@@ -1,8 +1,8 @@
-"""Which kernels a server will ask for, told before its weights are read: they are compiled while that is done, or ahead
-by `whippet prebuild`, on a machine without a GPU.
+"""Predicts which kernels a server will use before its weights are read: they are compiled meanwhile, or ahead by
+`whippet prebuild`, on a machine without a GPU.
 
-The executors themselves say it, as they do what they do at their start, over a model of shapes alone. What is not
-foretold is compiled when it is asked for.
+The executors list them with the code of their own start, over a model of shapes alone. A kernel that is missing here is
+compiled when it is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """What the list depends on, beside the settings."""
+    """Inputs of the prediction beside the settings."""
 
     config: ModelConfig
     form: Format
@@ -46,7 +46,7 @@ class KernelQuery:
 
 
 def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
-    """The sources and their definitions, and some more where it is not known how memory will suffice."""
+    """Returns the sources and their definitions, and some more where it is not known how far memory will go."""
     wanted = WantedKernels(what.gpu)
     if settings.decoder not in ("auto", "graph"):
         return wanted.sources
@@ -63,8 +63,8 @@ def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]
 
 
 def required_kernels_any_context(settings: EngineSettings, what: KernelQuery) -> set[Source]:
-    """Whatever `max-context` and `max-sequences` will be: into how many parts a context is split decides which blocks
-    of attention may wait for each other."""
+    """Covers every `max-context` and `max-sequences`: the number of parts of a context decides which blocks of
+    attention may wait for each other."""
     found = required_kernels(settings, what)
     for parts in range(1, SPLITS + 1):
         found |= required_kernels(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
@@ -72,7 +72,7 @@ def required_kernels_any_context(settings: EngineSettings, what: KernelQuery) ->
 
 
 def _models(settings: EngineSettings, what: KernelQuery, wanted: WantedKernels) -> Iterator[Parts]:
-    """The model as it would be served; twice where plain copies of packed weights may have room or not."""
+    """Yields the model as it would be served; twice where plain copies of packed weights may have room or not."""
     full = shape_weights(what.config, what.form, torch.bfloat16)
     config, weights = fewer_layers(what.config, full)
     sequences = settings.max_sequences or CUDA_SEQUENCES
@@ -95,7 +95,6 @@ def _angles(config: ModelConfig, context: int) -> RopeTables:
 
 
 def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
-    """A draft model of shapes."""
     config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     model = Transformer(config, weights, _angles(config, context), nowhere)
@@ -104,7 +103,7 @@ def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
 
 
 def _context(settings: EngineSettings, what: KernelQuery, sequences: int, weights: int) -> int:
-    """Tokens of the longest sequence."""
+    """Returns the tokens of the longest sequence."""
     config = what.config
     shape = kv_shape(config)
     there = Placement(torch.bfloat16, torch.device("cuda"))
