@@ -1,10 +1,10 @@
-"""Identical requests at the same time, in this process: one generation, read by all (single-flight).
+"""Coalesces identical requests in this process into one generation, read by all (single-flight).
 
 A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
 read from the first part. No task of its own drives it: a reader at the end of the log fetches the next part, unless
 another one is fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly
-as from the engine, and a leader that leaves is followed by whoever reads next. When the generation fails, the next
-reader's own way of generating takes over where the log ends.
+as from the engine, and a leader that leaves is followed by the next reader. When the generation fails, the next
+reader's own way of generating continues where the log ends.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class SharedGeneration:
 
     @property
     def busy(self) -> bool:
-        """Whether more may come."""
         return not self.over and self.error is None
 
     def forget_leader(self) -> None:
-        """Once it has ended: the two refer to each other, and all of the leader's call would wait for a collection."""
+        """Drops the ended leader: the two refer to each other, and all of the leader's call would wait for a
+        collection."""
         if not self.busy:
             self._leader = None
 
@@ -82,7 +82,7 @@ class SharedGeneration:
 
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """While there is one, the generation goes on."""
+        """Yields a reader, and keeps the generation going for it."""
         reader = _SharedReader(self, generate)
         self._readers += 1
         self._candidates.append(reader)
@@ -96,8 +96,8 @@ class SharedGeneration:
                 self.close()
 
     async def next(self, reader: _SharedReader) -> AnswerPart:
-        """The reader's next part. One method for all cases, since every coroutine between a token and its reader costs.
-        Raises StopAsyncIteration after the ending."""
+        """Returns the reader's next part. One method for all cases, since every coroutine between a token and its
+        reader costs. Raises StopAsyncIteration after the ending."""
         while (part := self._there(reader)) is None:
             if self._fetching:
                 await self._wait()
@@ -135,7 +135,7 @@ class SharedGeneration:
         return None
 
     async def _wait(self) -> None:
-        """Until the one who fetches has."""
+        """Waits until the reader that fetches has done so."""
         self._waiting += 1
         try:
             await self._news.wait()
@@ -188,7 +188,7 @@ class SharedGeneration:
 
 
 class SingleFlight:
-    """All shared generations of this process, by the name of the answer."""
+    """Holds all shared generations of this process, by the name of the answer."""
 
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
@@ -205,9 +205,10 @@ class SingleFlight:
 
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """The answer's parts from the first. `generate` is called if nobody else does it, or the one who did fails.
+        """Yields the answer's parts from the first. `generate` is called if no other request generates it, or the one
+        that did fails.
 
-        It must not carry a deadline of its own request: readers leave when theirs is over.
+        It must not carry its own request's deadline: readers leave when theirs is over.
         """
         shared = self._shared.get(key.name)
         if shared is None or not shared.joinable:
@@ -222,11 +223,10 @@ class SingleFlight:
             self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """No new reader joins a generation that is over: its answer was flushed."""
+        """Prevents new readers from joining a finished generation: its answer was flushed."""
         self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
     def close(self) -> None:
-        """Ends all."""
         for shared in self._shared.values():
             shared.close()
         self._shared.clear()

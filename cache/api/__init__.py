@@ -1,4 +1,4 @@
-"""What the caches take and give, as plain frozen data, and the protocols behind them. Standard library only."""
+"""Defines the caches' input and output as plain frozen data, and their protocols. Standard library only."""
 
 from __future__ import annotations
 

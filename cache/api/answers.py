@@ -16,8 +16,8 @@ Parameter = Scalar | tuple["Parameter", ...]
 
 
 class AnswerPart(NamedTuple):
-    """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
-    since a hit decodes hundreds of them while a caller waits."""
+    """One message of a streamed answer: what it added, and in the last one how it ended. A named tuple, since a hit
+    decodes hundreds of them while a caller waits."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -27,8 +27,6 @@ class AnswerPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEnding:
-    """How an answer ended."""
-
     reason: str  # FinishReason's value; STOPPED lists those that came from the answer itself
     prompt_tokens: int
     completion_tokens: int
@@ -111,13 +109,13 @@ class CachedCompletion:
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """The messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
+        """Yields the messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
         yield from self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A request as the caches see it. Built from what the engine would be given, so that nothing is left out."""
+    """Key of a request in the caches. Built from the engine's request, so that nothing is left out."""
 
     tenant: str  # the authenticated identity, never a field of the request
     token_ids: tuple[int, ...]  # the whole rendered prompt
@@ -143,16 +141,16 @@ class SemanticTurn:
 
 
 class ResponseCache(Protocol):
-    """Exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
+    """Caches exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None: ...
 
     async def put(self, question: Question, completion: CachedCompletion) -> bool:
-        """False where the answer is not one to keep, or was dropped under pressure."""
+        """Returns False where the answer is not one to keep, or was dropped under pressure."""
 
 
 class Allowance:
-    """How long one request may still wait for stores, all its lookups together. One object a request."""
+    """Remaining time that one request may wait for stores, all its lookups together. One object per request."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -160,7 +158,7 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """Seconds, never negative."""
+        """Returns seconds, never negative."""
         return max(self._left, 0.0)
 
     @contextmanager

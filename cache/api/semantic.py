@@ -1,4 +1,4 @@
-"""Answers to questions that mean the same: the cache's protocol and its decisions."""
+"""Declares the protocol of the cache of similarly worded questions, and its decisions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from cache.api.stores import CacheKey
 
 
 class Mode(enum.StrEnum):
-    """What the semantic cache may do."""
-
     OFF = "off"
     SHADOW = "shadow"  # decides and records, never serves
     ON = "on"
@@ -33,7 +31,7 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCandidate:
-    """A stored question near enough to be considered, with its answer."""
+    """A stored question similar enough to be considered, with its answer."""
 
     entry: CacheKey
     text: str  # the stored question
@@ -44,7 +42,7 @@ class AnswerCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticLookup:
-    """A lookup's outcome, and what it rests on."""
+    """Outcome of a lookup, and its reasons."""
 
     verdict: Verdict
     served: CachedCompletion | None = None  # in mode `on` alone
@@ -54,7 +52,7 @@ class SemanticLookup:
 
 
 class SemanticCache(Protocol):
-    """Answers to questions that mean the same. Nothing here raises."""
+    """Caches answers to similarly worded questions. Nothing here raises."""
 
     def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""

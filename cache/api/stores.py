@@ -1,4 +1,4 @@
-"""Names of entries, and the store that holds their bytes."""
+"""Names entries, and declares the store that holds their bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class InvalidKeyFile(ValueError):
 
 
 class BreakerState(enum.StrEnum):
-    """Of a circuit breaker."""
-
     CLOSED = "closed"  # commands are sent
     OPEN = "open"  # none is sent
     PROBING = "probing"  # one is sent, to see
 
 
 class EntryKind(enum.StrEnum):
-    """Of an entry. The value is the first part of its name in the store."""
+    """Kind of an entry. The value is the first part of its name in the store."""
 
     RESPONSE = "r"
     SEMANTIC = "s"
@@ -48,7 +46,7 @@ def is_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """The name of one entry. Both parts are keyed digests, so that a name tells nothing about a prompt."""
+    """Name of one entry. Both parts are keyed digests, so that a name reveals nothing about a prompt."""
 
     kind: EntryKind
     partition: str
@@ -60,7 +58,7 @@ class CacheKey:
 
     @property
     def name(self) -> str:
-        """The key in the store."""
+        """Returns the key in the store."""
         return f"{self.kind.value}:{self.partition}:{self.digest}"
 
 
@@ -75,7 +73,7 @@ class DirectoryPage:
 
 
 class Store(Protocol):
-    """Bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
+    """Stores bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
 
     Every method but `offer` raises StoreFault where the store cannot answer in time.
     """
@@ -96,7 +94,7 @@ class Store(Protocol):
         """Returns how many of them existed."""
 
     def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
-        """Every live key of a partition that was there when the scan began, possibly more."""
+        """Yields every live key of a partition that was there when the scan began, possibly more."""
 
     async def members(
         self, directory: CacheKey, after: float, count: int, within: float | None = None
@@ -104,6 +102,6 @@ class Store(Protocol):
         """Members that were added after a cursor, oldest first, at most `count`."""
 
     async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
-        """Sets if the key still has the old value, or none; says whether it did."""
+        """Sets if the key still has the old value, or none; returns whether it did."""
 
     async def aclose(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which runs of pages are worth writing: those used for the second time. Remembers a bounded number of names."""
+"""Selects runs of pages that are worth writing: those used for the second time. Remembers a bounded number of names."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class SecondUse:
             return before is _BlockSeen.ONCE
 
     def kept(self, name: str) -> None:
-        """It is in the store, or queued to be written."""
+        """Records that it is in the store, or queued to be written."""
         with self._lock:
             self._put(name, _BlockSeen.KEPT)
 
     def lost(self, name: str) -> None:
-        """It is not in the store after all. If it was used before, the next use says to write it."""
+        """Records that it is not in the store. If it was used before, the next use returns True again."""
         with self._lock:
             if name in self._seen:
                 self._put(name, _BlockSeen.ONCE)

@@ -1,4 +1,5 @@
-"""The part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's buffer."""
+"""Implements the part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's
+buffer."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ class RespError(Exception):
 
 
 class ForeignValueError(RespError):
-    """What the key holds is none of ours. It says something about the key, and nothing about the server."""
+    """The key holds a foreign value. That concerns the key, and not the server."""
 
 
 class OtherTypeError(ForeignValueError):
-    """A list, say, where a string was asked for. The connection is as good as before."""
+    """The key holds a list, say, where a string was expected. The connection stays usable."""
 
 
 class RespConnection:
@@ -53,7 +54,7 @@ class RespConnection:
         self._socket.close()
 
     def send(self, *words: bytes | memoryview, deadline: float) -> None:
-        """One command. Several may be sent before the first answer is read; answers come in the same order."""
+        """Sends one command. Several may be sent before the first answer is read; answers come in the same order."""
         head = bytearray(b"*%d\r\n" % len(words))
         self._socket.settimeout(_left(deadline))
         for word in words:
@@ -108,7 +109,6 @@ class RespConnection:
         return self.answer(deadline, shape)
 
     def log_in(self, login: Login, deadline: float) -> None:
-        """Does nothing without a password."""
         if login.password:
             user = (login.user.encode(),) if login.user else ()
             self.command(b"AUTH", *user, login.password.encode(), deadline=deadline)

@@ -1,4 +1,4 @@
-"""All caches of a front process, put together from settings."""
+"""Opens all caches of a front process from settings."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What exists only with Redis: single-flight between replicas, and its own connections."""
+    """Parts that exist only with Redis: single-flight between replicas, and its own connections."""
 
     cross_process: CrossProcess
     link: RedisLink
 
 
 class Caches:
-    """The response cache, the semantic cache once its embedder is loaded, and single-flight."""
+    """Combines the response cache, the semantic cache once its embedder is loaded, and single-flight."""
 
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
@@ -74,23 +74,22 @@ class Caches:
 
     @property
     def semantic(self) -> SemanticCache | None:
-        """None where it is off, or while its embedder is loading."""
+        """Returns None where it is off, or while its embedder is loading."""
         return self._semantic
 
     @property
     def why_no_semantic(self) -> str:
-        """Empty where there is one."""
+        """Returns why there is no semantic cache; empty where there is one."""
         return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of every breaker, by name."""
         store = self._context.store
         return dict(store.states) if isinstance(store, RedisStore) else {}
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes in this process, by what holds them."""
+        """Bytes in this process, by holder."""
         match self._context.store:
             case MemoryStore() as store:
                 return {"memory": store.held}
@@ -104,13 +103,13 @@ class Caches:
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """A new request's budget for all its lookups together."""
+        """Returns a new request's budget for all its lookups together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """The tenant's partition, for keys and values of prompts. None where the store does not
-        answer: do not share."""
+        """Returns the tenant's partition, for keys and values of prompts. None where the store does not answer: do not
+        share."""
         whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
         if whole is None or prefixes is None:
             try:
@@ -125,8 +124,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """The answer, generated once for all identical requests of the moment. Raises ValueError for questions that are
-        not deterministic. With no allowance left, other replicas are left out."""
+        """Opens the answer, generated once for all identical requests of the moment. Raises ValueError for questions
+        that are not deterministic. With no allowance left, other replicas are left out."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""

@@ -1,4 +1,4 @@
-"""The vector indexes of this process, one a partition, and how they follow the store. An index is only a hint: what it
+"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: what it
 finds is read from the store before it counts, so that a deletion or an expiry acts on every replica at once.
 
 Embedding, adding and searching happen on one thread of their own; nothing else touches an index.
@@ -42,7 +42,7 @@ class CandidateIndex:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """What a search found, and in which state of the index."""
+    """Result of a search, and the state of the index then."""
 
     vector: Vector
     found: list[tuple[str, float]]  # digest and similarity, best first
@@ -50,7 +50,7 @@ class Nearest:
 
 
 class CandidateStore:
-    """The indexes. With too many vectors the least recently used index is dropped."""
+    """Holds the indexes. With too many vectors the least recently used index is dropped."""
 
     def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
         self._context = context
@@ -70,11 +70,10 @@ class CandidateStore:
         return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
-        """None where the text is too short or too long for the embedder to be trusted."""
+        """Returns None where the text is too short or too long for the embedder to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
-        """The index that follows a directory."""
         index = self._indexes.get(directory.name)
         if index is None:
             index = self._indexes[directory.name] = CandidateIndex(directory, VectorIndex(self._embedder.width))
@@ -108,7 +107,7 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """The same, or a new search if entries were added in the meantime."""
+        """Returns the same result, or that of a new search if entries were added meanwhile."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
@@ -128,7 +127,7 @@ class CandidateStore:
         await self._on_worker(work)
 
     def open(self, key: CacheKey, sealed: bytes) -> Stored | None:
-        """None, counted, where anything is unexpected."""
+        """Returns None, counted, where anything is unexpected."""
         data = self._context.envelope.open(key, sealed)
         stored = None if data is None else unpack_entry(data, self._embedder.width, key.digest[-64:])
         if data is not None and stored is None:

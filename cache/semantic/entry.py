@@ -1,4 +1,4 @@
-"""One question with its answer, as the store keeps it."""
+"""Packs a question and its answer for the store."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class SemanticEntry:
-    """A question, its vector, and its answer."""
-
     text: str
     vector: Vector
     completion: CachedCompletion
@@ -34,7 +32,7 @@ _DECODER = msgspec.msgpack.Decoder(_RawEntry)
 
 
 def pack_entry(entry: SemanticEntry) -> bytes:
-    """The stored value before it is sealed."""
+    """Returns the stored value before it is sealed."""
     vector = entry.vector.astype(np.float16).tobytes()
     return msgspec.msgpack.encode(_RawEntry(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 
@@ -49,18 +47,18 @@ class Stored:
     _completion: bytes
 
     def vector(self) -> Vector | None:
-        """None where it is not a unit vector."""
+        """Returns None where it is not a unit vector."""
         vector = np.frombuffer(self._vector, np.float16).astype(np.float32)
         length = float(np.linalg.norm(vector))
         return vector / length if 0.9 < length < 1.1 else None
 
     def completion(self) -> CachedCompletion | None:
-        """None where it is not a whole answer of this schema."""
+        """Returns None where it is not a whole answer of this schema."""
         return unpack_completion(self._completion, self.entry_id)
 
 
 def unpack_entry(data: bytes, width: int, entry_id: str) -> Stored | None:
-    """None where it is not an entry of this schema and width."""
+    """Returns None where it is not an entry of this schema and width."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):

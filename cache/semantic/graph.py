@@ -1,4 +1,4 @@
-"""A BERT sentence encoder as an ONNX graph: one text at a time, no padding, hence no mask.
+"""Builds a BERT sentence encoder as an ONNX graph: one text at a time, no padding, hence no mask.
 
 ids [1, n] → embeddings [n, d] → layers → mean over n → unit vector [d]. Query, key and value are one product.
 """
@@ -18,13 +18,11 @@ Array = npt.NDArray[np.float32]
 
 
 class NotExportable(ValueError):
-    """The model is not of the one architecture that this graph has."""
+    """The model's architecture is not the one of this graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderShape:
-    """Sizes of the encoder."""
-
     layers: int
     heads: int
     width: int
@@ -32,7 +30,6 @@ class EncoderShape:
 
 
 def read_shape(described: Mapping[str, Any]) -> EncoderShape:
-    """Raises NotExportable."""
     config = described["config"]
     pooling = described["pooling"]
     wrong = [
@@ -88,7 +85,7 @@ class _Builder:
         return self.constant(np.array(values, np.int64))
 
     def heads(self, x: str, order: Sequence[int]) -> str:
-        """[n, d] → [heads, n, d / heads], axes in the given order."""
+        """Transforms [n, d] → [heads, n, d / heads], axes in the given order."""
         split = self.ints(-1, self.shape.heads, self.shape.width // self.shape.heads)
         return self.node("Transpose", self.node("Reshape", x, split), perm=list(order))
 
@@ -128,7 +125,7 @@ class _Builder:
 
 
 def build(shape: EncoderShape, weights: Mapping[str, Array]) -> ModelProto:
-    """The graph in fp32."""
+    """Builds the graph in fp32."""
     builder = _Builder(shape, weights)
     x = builder.embeddings()
     for number in range(shape.layers):

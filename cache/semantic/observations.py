@@ -78,7 +78,6 @@ class Observations:
         return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
-        """Raises StoreFault."""
         values = await self._context.store.get_many(keys, within)
         return tuple(map(self.open, keys, values))
 

@@ -1,4 +1,4 @@
-"""The semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
+"""Implements the semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SimilarQuestion:
-    """A stored question that is similar, and the rule that vetoes it, if any."""
+    """A similar stored question, and the rule that vetoes it, if any."""
 
     key: CacheKey
     similarity: float
@@ -63,7 +63,8 @@ class _Read:
 
 
 def _unfit(turn: SemanticTurn) -> str:
-    """Why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes longer."""
+    """Returns why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes
+    longer."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -74,11 +75,11 @@ def _unfit(turn: SemanticTurn) -> str:
 
 
 def _nothing() -> None:
-    """Cancels nothing."""
+    pass
 
 
 class SimilarCache:
-    """The `SemanticCache`."""
+    """Implements `SemanticCache`."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class SimilarCache:
         self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
     def change(self, settings: SemanticSettings) -> None:
-        """From the next question on."""
+        """Applies from the next question on."""
         self._settings = settings
 
     def begin(self, turn: SemanticTurn) -> Callable[[], object]:
@@ -123,7 +124,7 @@ class SimilarCache:
         return found
 
     async def put(self, turn: SemanticTurn, completion: CachedCompletion) -> bool:
-        """Answers cut by a limit are left to the exact cache."""
+        """Stores an answer, unless a limit cut it: those are left to the exact cache."""
         question = turn.question
         if self._why_not(turn) or not keepable(question, completion) or completion.ending.reason not in STOPPED:
             return False
@@ -146,7 +147,7 @@ class SimilarCache:
         return True
 
     async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """An entry that an audit finds wrong is deleted."""
+        """Learns from an audit. An entry that it finds wrong is deleted."""
         candidate = lookup.candidate
         if candidate is None:
             return
@@ -260,8 +261,7 @@ class SimilarCache:
     async def _learned(
         self, turn: SemanticTurn, candidate: AnswerCandidate, bound: tuple[float, float], allowance: Allowance
     ) -> bool:
-        """Whether what tells the two questions apart has been harmless. It does not speak for an entry that was wrong
-        once."""
+        """Whether the difference of the two questions has proved harmless. Not true of an entry that was wrong once."""
         notes, entry = self._observations, candidate.entry
         keys = (
             notes.learned(turn.question.tenant, entry, turn.text, candidate.text),
@@ -274,7 +274,7 @@ class SimilarCache:
     def _first(
         self, turn: SemanticTurn, found: list[_SimilarQuestion]
     ) -> tuple[_SimilarQuestion, AnswerCandidate] | None:
-        """The nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
+        """Returns the nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):
@@ -303,7 +303,8 @@ class SimilarCache:
         )
 
     def _directory(self, turn: SemanticTurn, epoch: bytes) -> CacheKey:
-        """Keyed by all that must match exactly: tenant, model, epoch, rules, context, parameters, embedder."""
+        """Names the directory by all that must match exactly: tenant, model, epoch, rules, context, parameters,
+        embedder."""
         partitions, question = self._context.partitions, turn.question
         parts = (encode(FORM), encode(turn.context), encode(question.parameters), self._digest.encode())
         digest = partitions.digest(question.tenant, b"semantic", *parts)[:DIRECTORY_DIGITS]

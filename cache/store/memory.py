@@ -1,4 +1,4 @@
-"""The store that needs nothing: least recently used entries go when the bytes are full. One event loop's own.
+"""Stores entries in memory: least recently used ones go when the bytes are full. Used from one event loop.
 
 It answers at once, so that `within` is always kept.
 """

@@ -1,4 +1,4 @@
-"""Token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
+"""Implements token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ class RedisBuckets:
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """There are no reads."""
         return {name: state for name, state in self._link.states.items() if name.endswith("writes")}
 
     async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:

@@ -1,4 +1,4 @@
-"""What a Redis says of itself when a connection is new, and whether entries can be kept there. Knows no client.
+"""Checks on a new connection whether a Redis can keep entries. Knows no client.
 
 `HELLO 2` needs no right of an ACL user, and gives name and value in turns: mode (standalone, sentinel, cluster), role.
 """
@@ -32,15 +32,15 @@ FORBIDDEN = "Redis forbids our user a command or a key that is needed: see the r
 
 
 class UnfitError(Exception):
-    """A server that answers and in which nothing can be kept."""
+    """The server answers but can keep no entries."""
 
 
 class NotMasterError(Exception):
-    """What sentinels named is no master, or not yet."""
+    """The server that sentinels named is no master, or not yet."""
 
 
 def check_hello(reply: object, sentinels: bool) -> None:
-    """Raises UnfitError and NotMasterError. `watched`: whether sentinels named the server."""
+    """Raises UnfitError and NotMasterError. `sentinels`: whether they named the server."""
     words = [word for word in reply if isinstance(word, bytes)] if isinstance(reply, list) else []
     says = dict(list(itertools.pairwise(words))[::-1])  # the first of a name counts: modules come last
     if says.get(b"mode") == b"cluster":
@@ -52,7 +52,7 @@ def check_hello(reply: object, sentinels: bool) -> None:
 
 
 def master_address(reply: object) -> Address | None:
-    """Of a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
+    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
     match reply:
         case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
             return Address(host.decode("ascii", "replace"), int(port))
@@ -60,7 +60,7 @@ def master_address(reply: object) -> Address | None:
 
 
 class Complaints:
-    """Says in the log what is wrong for good, each sentence once an hour. Thread-safe."""
+    """Logs permanent faults, each sentence once an hour. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

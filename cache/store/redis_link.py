@@ -1,4 +1,4 @@
-"""One pool of connections to Redis, its time budget, which cuts every wait, and its breakers."""
+"""Combines a pool of connections to Redis, its time budget, which cuts every wait, and its breakers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the look
 
 
 class NothingSentFault(StoreFault):
-    """The command was not sent: nothing can have come of it."""
+    """The command was not sent, so that it cannot have had an effect."""
 
 
 class OddReply(Exception):
-    """Not the kind of reply that the command has."""
+    """The reply has an unexpected form."""
 
 
 def reply_as(reply: object, shape: Any) -> Any:
-    """The reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
+    """Returns the reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
     try:
         return msgspec.convert(reply, shape)
     except msgspec.ValidationError:
@@ -42,18 +42,19 @@ def reply_as(reply: object, shape: Any) -> Any:
 
 
 def ignored(reply: object) -> None:
-    """For commands whose reply says nothing but that they were done."""
+    """Accepts replies without information."""
 
 
 def of_another_type(error: Exception) -> bool:
-    """Whether the key holds a list, say, where a string was asked for. That says something about one key, every other
-    error about the server."""
+    """Whether the key holds a list, say, where a string was expected. That concerns one key, every other error the
+    server."""
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
 class Clients:
-    """At most `connections` clients. One whose command was interrupted is closed, never used again: its late answer
-    would be read as that of the next command, and redis-py's own pool loses a connection whose release is cancelled.
+    """Holds at most `connections` clients. One whose command was interrupted is closed, never used again: its late
+    answer would be read as that of the next command, and redis-py's own pool loses a connection whose release is
+    cancelled.
 
     Connecting may take longer than a lookup may wait (TLS, a far server): it continues after the lookup that began it
     has given up.
@@ -69,7 +70,7 @@ class Clients:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Client]:
-        """A client that nobody else uses in the meantime."""
+        """Yields a client for exclusive use."""
         async with self._free:
             client = self._idle.pop() if self._idle else await self._connected()
             whole = False
@@ -141,7 +142,6 @@ class RedisLink:
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     def values(self, count: int, more: int = 0) -> ReplyBounds:

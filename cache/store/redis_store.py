@@ -1,4 +1,4 @@
-"""The store that replicas share: plain Redis 7, no modules."""
+"""Implements the store that replicas share: plain Redis 7, no modules."""
 
 from __future__ import annotations
 
@@ -72,21 +72,19 @@ class RedisStore:
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """Of every breaker, by name."""
         return {**self._small.states, **self._bulk.states, **self._admin.states}
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to be written."""
         return self._queue.held
 
     @property
     def link(self) -> RedisLink:
-        """For leases and streams of single-flight, which are small and urgent too."""
+        """Returns the link of single-flight's leases and streams, which are small and urgent too."""
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """A key of another type counts as absent."""
+        """Treats a key of another type as absent."""
         if not keys:
             return ()
         names = [key.name for key in keys]
@@ -103,7 +101,7 @@ class RedisStore:
         await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)), ignored)
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """In one round trip. What is of another type is written over."""
+        """Sets in one round trip. A value of another type is replaced."""
         lifetime = self._milliseconds(ttl)
 
         async def command(client: Redis) -> object:

@@ -14,8 +14,6 @@ BATCH = 32  # writes that go in one round trip
 
 @dataclass(frozen=True, slots=True)
 class QueuedWrite:
-    """One queued value."""
-
     key: CacheKey
     value: bytes
     ttl: float
@@ -38,11 +36,10 @@ class WriteQueue:
 
     @property
     def held(self) -> int:
-        """Bytes queued or being written."""
         return self._bytes
 
     def offer(self, write: QueuedWrite) -> bool:
-        """False where there is no room. Needs a running loop."""
+        """Returns False where there is no room. Needs a running loop."""
         if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:
             self._counter.count("cache_write_dropped", write.key.kind.name.lower())
             return False
