@@ -1,4 +1,4 @@
-"""`whippet bench`: one command for what users measure. Each part prints a table and ends in one JSON line."""
+"""Runs `whippet bench`, one command for what users measure. Each part prints a table and ends in one JSON line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NEEDS_MODEL = ("decode", "offline", "start")
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """A part as `all` runs it; `seconds` until it is given up."""
+    """A part of `all`; it is ended after `seconds`."""
 
     part: str
     flags: tuple[str, ...]
@@ -61,7 +61,7 @@ class BenchRun:
 
 
 def runs(given: argparse.Namespace) -> Iterator[BenchRun]:
-    """What `all` measures, shortest first, so that a run that is cut short has the most."""
+    """Yields the parts of `all`, shortest first, so that an interrupted run has most of them."""
     folder = given.model is not None and Path(given.model).is_dir()
     where = (f"--target={given.target}", f"--token={given.token}") if given.target else (f"--model={given.model}",)
     yield BenchRun("decode", (*where, "--context", "64", "256", "--tokens=48", "--rounds=5", "--first=5"))
@@ -85,7 +85,7 @@ def runs(given: argparse.Namespace) -> Iterator[BenchRun]:
 
 
 def all_parts(argv: Sequence[str]) -> int:
-    """Every part one after the other into a folder, and the report."""
+    """Runs every part into a folder, and the report."""
     parser = argparse.ArgumentParser(prog="whippet bench all", description=all_parts.__doc__, allow_abbrev=False)
     parser.add_argument("--model", default=str(DEMO) if DEMO.exists() else None, help="a folder or a GGUF file")
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; fewer parts")
@@ -133,14 +133,14 @@ def _one(one: BenchRun, folder: Path, seconds: float, log: Any) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """With a path that finds this package, wherever it lies."""
+    """Returns the environment with a path that finds this package."""
     from service.cli.interpreter import environment
 
     return dict(environment())
 
 
 def report(argv: Sequence[str]) -> int:
-    """The report of a folder of results, anew."""
+    """Renders the report of a folder of results anew."""
     from bench.report import write
 
     parser = argparse.ArgumentParser(prog="whippet bench report", description=report.__doc__)
@@ -150,7 +150,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def part(name: str, argv: Sequence[str]) -> int:
-    """One part; `--output` is taken off here, so that all keep their result in one way."""
+    """Runs one part; `--output` is removed here, so that all keep their result in one way."""
     words, output = list(argv), None
     for at, word in enumerate(words):
         if word == "--output" or word.startswith("--output="):

@@ -1,6 +1,5 @@
-"""The whole attack: what strangers and callers can send, in turns for a minute, against a server with little memory,
-with a probe of its health, a stream and a polite caller beside it. Prints a line for each kind and ends in one JSON
-line; exit code 1 where something did not hold.
+"""Runs every attack in turns for a minute against a server with little memory, beside a probe of its health, a stream
+and a polite caller. Prints a line for each kind and ends in one JSON line; exit code 1 where a bound was exceeded.
 
     python -m bench.attack [--seconds 60] [--memory 2048]
 
@@ -43,7 +42,7 @@ _TOKENIZE = "/whippet.v1.GenerationService/Tokenize"
 
 @dataclass
 class AttackOutcome:
-    """What came of it."""
+    """Figures of an attack."""
 
     rest_mib: float = 0.0  # of the front, after a first round of everything
     peak_mib: float = 0.0
@@ -58,7 +57,7 @@ class AttackOutcome:
 
 @contextmanager
 def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """One with a fake engine and `memory` MiB of address room, in the image's environment, and its addresses."""
+    """Starts a fake engine with `memory` MiB of address room, in the image's environment; yields its addresses."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     engine = (f"--fake.step-time={_STEP}", f"--fake.max-context={context}", "--fake.total-pages=20000")
@@ -85,7 +84,7 @@ def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes],
 
 
 def calls(address: str, method: str, message: bytes, count: int) -> Counter[str]:
-    """So many at once; how they ended."""
+    """Makes `count` calls at once; counts how they ended."""
     unbounded = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=unbounded) as channel:
         begun = [channel.unary_unary(method, bytes, bytes).future(message, timeout=20) for _ in range(count)]
@@ -93,7 +92,7 @@ def calls(address: str, method: str, message: bytes, count: int) -> Counter[str]
 
 
 def streams(address: str, message: bytes, count: int) -> None:
-    """So many that live for a turn and are then cancelled."""
+    """Opens `count` streams that live for a turn and are then cancelled."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         method = channel.unary_stream("/whippet.v1.GenerationService/GenerateStream", bytes, bytes)
         begun = [method(message, timeout=60) for _ in range(count)]
@@ -103,7 +102,7 @@ def streams(address: str, message: bytes, count: int) -> None:
 
 
 def attacks(ports: dict[str, str]) -> dict[str, Callable[[], object]]:
-    """Each a turn, at twice the size that once was too much."""
+    """Lists the attacks, each at twice the size that once was too much."""
     data = ports["data"]
     big = functools.partial(pb.GenerateRequest, stopping=pb.StoppingOptions(max_tokens=1))
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="some words " * 340_000)])
@@ -136,7 +135,7 @@ def attacks(ports: dict[str, str]) -> dict[str, Callable[[], object]]:
 
 
 def run_attacks(ports: dict[str, str], seconds: float) -> None:
-    """In a process of its own. Every kind at least once."""
+    """Attacks from a process of its own. Every kind at least once."""
     end = time.monotonic() + seconds
     for number, (name, attack) in enumerate(itertools.cycle(attacks(ports).items())):
         if time.monotonic() > end and number >= len(attacks(ports)):
@@ -150,7 +149,7 @@ def run_attacks(ports: dict[str, str], seconds: float) -> None:
 
 
 def be_polite(address: str, stop: Event, found: AttackOutcome) -> None:
-    """Small requests, one after the other, with a second's patience each time one is refused."""
+    """Makes small requests, one after the other, and waits a second after each refusal."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         for number in itertools.count():
@@ -166,7 +165,7 @@ def be_polite(address: str, stop: Event, found: AttackOutcome) -> None:
 
 
 def stream_on(address: str, tokens: int, found: AttackOutcome) -> None:
-    """One answer, from before the attack until it is over."""
+    """Reads one answer, from before the attack until it is over."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         message = pb.GenerateStreamRequest(text="beside", stopping=pb.StoppingOptions(max_tokens=tokens))
@@ -179,7 +178,7 @@ def stream_on(address: str, tokens: int, found: AttackOutcome) -> None:
 
 
 def settled(pid: int) -> float:
-    """MiB that are left once nothing more is given back, in as many seconds as the front may leave its heap alone."""
+    """Returns the MiB left once no more is given back, in as many seconds as the front may leave its heap alone."""
     seen = [rss(pid)]
     while len(seen) < 10 or min(seen[-10:]) < min(seen[:-9]):
         time.sleep(1.0)
@@ -188,7 +187,7 @@ def settled(pid: int) -> float:
 
 
 def attack(seconds: float, memory: int) -> AttackOutcome:
-    """A first short round, so that what is kept for good is there, and then the attack."""
+    """Attacks briefly first, so that permanent memory is allocated, and then in earnest."""
     found = AttackOutcome()
     tokens = int(seconds / _STEP)
     with server(memory, tokens + 1000) as (process, ports):
@@ -227,7 +226,6 @@ def attack(seconds: float, memory: int) -> AttackOutcome:
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--memory", type=int, default=2048, help="MiB of address room for the front")

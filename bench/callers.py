@@ -1,4 +1,4 @@
-"""Callers in a process of their own, as many as its standard input says, who come back when a refusal says so.
+"""Runs callers in a process of their own, as many as its standard input asks for, who retry when a refusal permits.
 
     python -m bench.callers ADDRESS TOKEN TOKENS
 
@@ -27,7 +27,7 @@ _RETRY = "grpc-retry-pushback-ms"
 
 
 class StreamCallers:
-    """Each asks for one stream after the other, of `tokens` tokens."""
+    """Requests one stream after the other from each caller, of `tokens` tokens."""
 
     def __init__(self, address: str, token: str, tokens: int) -> None:
         self._address = address
@@ -43,7 +43,7 @@ class StreamCallers:
         self.first: list[float] = []  # seconds until the first token
 
     def let(self, count: int) -> None:
-        """So many call from now on; the calls of those who are too many are cancelled."""
+        """Sets the number of callers; surplus calls are cancelled."""
         while len(self._tasks) > count:
             self._tasks.pop().cancel()
         new = count - len(self._tasks)
@@ -51,7 +51,7 @@ class StreamCallers:
             self._tasks.append(asyncio.create_task(self._call(len(self._tasks), _FIRST * number / new)))
 
     def report(self) -> dict[str, Any]:
-        """Of what has ended since the last one."""
+        """Reports the calls that have ended since the last report."""
         report = {"codes": self.codes, "refused": sorted(self.refused), "first": sorted(self.first)}
         self._new()
         return report
@@ -86,8 +86,6 @@ class StreamCallers:
 
 
 class CallerProcess:
-    """The same from outside."""
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
@@ -108,7 +106,7 @@ class CallerProcess:
 
 @contextmanager
 def callers(address: str, token: str, tokens: int) -> Iterator[CallerProcess]:
-    """Nobody calls yet; they end with the block."""
+    """Yields a process without callers yet; it ends with the block."""
     words = [sys.executable, "-m", "bench.callers", address, token, str(tokens)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -118,7 +116,7 @@ def callers(address: str, token: str, tokens: int) -> Iterator[CallerProcess]:
 
 
 def share(values: list[float], part: float) -> float:
-    """The value that so large a part of them do not exceed."""
+    """Returns the value that a share `part` of them do not exceed."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
 
 

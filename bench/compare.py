@@ -1,4 +1,4 @@
-"""Tells a regression from noise: two results, or two commits whose rounds are interleaved in one run.
+"""Distinguishes a regression from noise: two results, or two commits whose rounds are interleaved in one run.
 
     whippet bench compare before.json after.json
     whippet bench compare --before HEAD~1 --model models/demo
@@ -47,7 +47,6 @@ class Change:
     rounds: int
 
     def verdict(self, tolerance: float = TOLERANCE) -> str:
-        """Names the outcome in one word."""
         if self.rounds < _LEAST:
             return "too few rounds"
         beyond = math.log1p(tolerance)
@@ -81,7 +80,8 @@ def change(name: str, before: Samples, after: Samples, paired: bool, seed: int =
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean of the middle half: nearly as sharp as a mean, and as deaf to what a busy machine does as a median."""
+    """Returns the mean of the middle half: nearly as sharp as a mean, and as robust against a busy machine as a
+    median."""
     ordered, cut = sorted(values), len(values) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
@@ -100,7 +100,7 @@ def regressions(found: Sequence[Change], tolerance: float) -> list[Change]:
 
 
 def samples_of(record: Mapping[str, Any]) -> dict[str, Samples]:
-    """What a record can be compared by."""
+    """Returns the samples by which a record can be compared."""
     return {name: Samples(one["unit"], tuple(one["values"])) for name, one in record["samples"].items()}
 
 
@@ -123,7 +123,7 @@ def of_files(paths: Sequence[Path]) -> tuple[list[Change], dict[str, Any]]:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """The commit's files in a folder of its own, which is removed afterwards. Raises ValueError."""
+    """Yields the commit's files in a folder of its own, which is removed afterwards. Raises ValueError."""
     if not (ROOT / ".git").exists():
         raise ValueError("--before needs a checkout: an installed wheel has no other commits")
     with tempfile.TemporaryDirectory() as folder:
@@ -140,8 +140,6 @@ def worktree(commit: str) -> Iterator[Path]:
 
 
 class TreeProcess:
-    """A process of one tree that runs a round when asked."""
-
     def __init__(self, tree: Path, arguments: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
         words = [sys.executable, str(Path(__file__).with_name("turns.py")), *arguments]
@@ -170,7 +168,6 @@ class TreeProcess:
         return line
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -196,7 +193,7 @@ def interleave(
 
 
 def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[dict[str, Samples], dict[str, Samples]]:
-    """Both trees' engines; processes are started anew --starts times, since two starts differ."""
+    """Measures both trees' engines; processes are started anew --starts times, since two starts differ."""
     words = [f"--model={Path(given.model).resolve()}", f"--load-format={given.load_format}"]
     words += [f"--rows={given.rows}", f"--tokens={given.tokens}"]
     words += [] if given.threads is None else [f"--threads={given.threads}"]

@@ -1,4 +1,5 @@
-"""Constrained answers: two libraries beside each other, and what a constraint costs a stream of the demo model.
+"""Measures constrained answers: two libraries beside each other, and what a constraint costs a stream of the demo
+model.
 
     python -m bench.constraints --append bench/results/constraints-cpu.json
 
@@ -107,7 +108,7 @@ LIBRARIES = {"llguidance": of_llguidance, "xgrammar": of_xgrammar}
 
 
 def library(name: str, made: list[Schema], answers: list[list[int]]) -> dict[str, Any]:
-    """Milliseconds to compile and a mask; how many schemas and answers it takes."""
+    """Measures milliseconds to compile and per mask; how many schemas and answers it takes."""
     compile_ = LIBRARIES[name]()
     compiling, masking, refused, denied = [], [], 0, 0
     for schema, ids in zip(made, answers, strict=True):
@@ -154,7 +155,7 @@ def summary(name: str, values: list[float]) -> dict[str, float]:
 
 
 def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[str, Any], list[ConstrainedOutcome]]:
-    """The engine's answers to all of them at temperature 1, judged."""
+    """Validates the engine's answers to all of them at temperature 1."""
     outcomes: list[ConstrainedOutcome] = []
     for start in range(0, len(made), 8):
         batch = made[start : start + 8]
@@ -180,8 +181,8 @@ def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[s
 
 
 def streams(engine: Answering, count: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a step of `count` streams, without a constraint and with one that allows nearly everything, in
-    turns; so that steps and not answers are compared, ends of text are not taken."""
+    """Measures milliseconds a step of `count` streams, without a constraint and with one that allows nearly everything,
+    in turns; so that steps and not answers are compared, ends of text are not taken."""
     loose = grammar("regex", "(?s).*")
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
@@ -272,7 +273,7 @@ PERSON: dict[str, Any] = {
 
 
 class FakeTokenizer:
-    """A tokenizer of so many tokens: bytes, marks of JSON, and made words with and without a space before them."""
+    """Makes a vocabulary: bytes, marks of JSON, and made words with and without a space before them."""
 
     bos_token_id = None
 
@@ -298,7 +299,7 @@ class FakeTokenizer:
 
 
 class WordGrammars(Grammars):
-    """Over such a vocabulary."""
+    """Makes grammars over such a vocabulary."""
 
     def __init__(self, size: int) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
@@ -311,7 +312,7 @@ class WordGrammars(Grammars):
 
 
 class ConstraintBench:
-    """A runner, and schedulers over it one after the other."""
+    """Runs one scheduler after the other over one runner."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -342,7 +343,8 @@ class ConstraintBench:
         return [(emitted[key], (emitted[key] - 1) / max(1e-9, times[key][1] - times[key][0])) for key in keys]
 
     def in_turns(self, kinds: dict[str, list[GenerationRequest]], counted: int, rounds: int) -> dict[str, float]:
-        """Tokens a second of the first so many requests of each kind together; the first round is not counted."""
+        """Measures tokens a second of the first `counted` requests of each kind together; the first round is not
+        counted."""
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(rounds + 1):
             for kind, requests in kinds.items():
@@ -383,7 +385,8 @@ def measured(bench: ConstraintBench, rounds: int, tokens: int) -> list[dict[str,
 
 
 def steps_main() -> None:
-    """What a constraint costs steps on a GPU: streams with and without one in turns, those beside one, forced tokens.
+    """Measures what a constraint costs steps on a GPU: streams with and without one in turns, those beside one, forced
+    tokens.
 
         python -m bench.constraints steps --model bench/models/qwen3-0.6b --append bench/results/constrained-h100.json
 
@@ -418,7 +421,7 @@ def steps_main() -> None:
 
 
 def quiet(phase: str, done: int, total: int) -> None:
-    """Ignores the progress."""
+    pass
 
 
 if __name__ == "__main__":

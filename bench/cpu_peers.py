@@ -1,4 +1,4 @@
-"""Decode on a CPU beside llama.cpp at the same bits, in turns, greedy: a table, and one JSON line.
+"""Compares decode on a CPU with llama.cpp at the same bits, in turns, greedy: a table, and one JSON line.
 
     python -m bench.cpu_peers --gguf SmolLM2-135M-Instruct.Q4_1.gguf --folder smollm2-bf16 --peer PEER/bin/python
 
@@ -62,8 +62,6 @@ def undisturbed(steps: list[float]) -> float:
 
 
 class LlamaCppPeer:
-    """llama.cpp in its own interpreter."""
-
     def __init__(self, python: str) -> None:
         script = Path(__file__).with_name("llama_peer.py")
         self._process = subprocess.Popen(
@@ -71,7 +69,6 @@ class LlamaCppPeer:
         )
 
     def ask(self, **request: object) -> Figures:
-        """One line there and back."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -80,12 +77,10 @@ class LlamaCppPeer:
         return answer
 
     def close(self) -> None:
-        """Closes the engine."""
         self._process.communicate()
 
 
 def runners(arguments: argparse.Namespace) -> dict[str, ModelRunner]:
-    """An engine a format."""
     common: dict[str, Any] = {"device": "cpu", "speculation": False, "max_sequences": 8, "max_context": 1024}
     plain = EngineSettings(model=arguments.folder, threads=arguments.threads, **common)
     made = {
@@ -112,7 +107,7 @@ def peer_files(peer: LlamaCppPeer, gguf: str, work: Path) -> dict[str, str]:
 
 
 def arms(arguments: argparse.Namespace, peer: LlamaCppPeer | None) -> dict[Key, Arm]:
-    """What takes turns, side by side what is compared."""
+    """Returns the arms by what is compared."""
     made = runners(arguments)
     theirs = {} if peer is None else peer_files(peer, arguments.gguf, Path(arguments.work))
     found: dict[Key, Arm] = {}
@@ -158,7 +153,6 @@ def report(rounds: dict[Key, list[Figures]], arguments: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gguf", required=True)
     parser.add_argument("--folder", required=True)

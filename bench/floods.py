@@ -45,7 +45,7 @@ Metadata = tuple[tuple[str | bytes, str | bytes], ...]
 
 
 class Rogue:
-    """One connection. What the server says is thrown away."""
+    """Drives one connection and discards the server's output."""
 
     def __init__(self, address: str, path: str | bytes = GENERATE, metadata: Metadata = ()) -> None:
         host, _, port = address.rpartition(":")
@@ -73,7 +73,8 @@ class Rogue:
         self._drainer.start()
 
     def call(self, body: bytes = b"", *, reset: bool = False, ended: bool = False) -> bytes:
-        """The frames of one more call: its headers, some bytes that do not end it unless `ended`, and a reset."""
+        """Returns the frames of a further call: its headers, some bytes that do not end it unless `ended`, and a
+        reset."""
         stream = 2 * self.calls + 1
         frames = [frame(HEADERS, END_HEADERS, stream, self._again if self.calls else self._first)]
         frames += [frame(DATA, 0, stream, body[at : at + _FRAME]) for at in range(0, len(body), _FRAME)]
@@ -91,14 +92,13 @@ class Rogue:
                 pass
 
     def finish(self) -> None:
-        """Sends no more, and waits until the server has nothing more to say."""
+        """Sends no more, and waits until the server is silent."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self._drainer.join(20)
         self.socket.close()
 
     def close(self) -> None:
-        """Hangs up."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -140,13 +140,13 @@ def flood(
 
 
 def cut_message(size: int, declared: int = 4_000_000) -> bytes:
-    """The first `size` bytes of a message that is said to be `declared` long."""
+    """Returns the first `size` bytes of a message whose declared length is `declared`."""
     return b"\0" + struct.pack(">I", declared) + b"\x1a" + b"x" * (size - 6)
 
 
 @contextlib.contextmanager
 def silent(address: str, count: int) -> Iterator[int]:
-    """Connections that say nothing; how many were had."""
+    """Opens silent connections; yields how many were accepted."""
     host, _, port = address.rpartition(":")
     sockets = []
     try:
@@ -160,7 +160,7 @@ def silent(address: str, count: int) -> Iterator[int]:
 
 
 def crowded(number: int, entry: bytes, size: int) -> bytes:
-    """A field that has a length, of about `size` bytes, full of the same entry."""
+    """Returns a field that has a length, of about `size` bytes, full of the same entry."""
     content = entry * (size // len(entry))
     left, prefix = len(content), bytearray([number << 3 | 2])
     while left >= 0x80:
@@ -183,8 +183,8 @@ class IdleConnections:
     def __init__(
         self, address: str, count: int, output: bytes, *, tls: bool = False, source: str = "127.0.0.1"
     ) -> None:
-        """Sends `said` on each connection and then nothing more. With `tls`, each connection completes a TLS handshake
-        first. `source` is the local address that the connections come from."""
+        """Sends `output` on each connection and then nothing more. With `tls`, each connection completes a TLS
+        handshake first. `source` is the local address that the connections come from."""
         host, _, port = address.rpartition(":")
         self._to = host, int(port)
         self._count = count
@@ -267,7 +267,7 @@ def rss(pid: int) -> int:
 
 
 def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
-    """Of a server's four ports, once it says that it is ready."""
+    """Returns the addresses of a server's four ports, once its log reports readiness."""
     while process.poll() is None:
         output = log.read_text()
         ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", output, re.MULTILINE)

@@ -1,5 +1,5 @@
-"""HTTP/2 as nobody should speak it, seeded and bounded: frames of any type, length and flags, floods of those that cost
-their receiver something, header blocks that are none, and valid calls with bytes changed.
+"""Sends malformed HTTP/2, seeded and bounded: frames of any type, length and flags, floods of those that cost their
+receiver something, invalid header blocks, and valid calls with bytes changed.
 
     python -m bench.fuzzed_frames ADDRESS [--seconds 60] [--seed N] [--tls]
 
@@ -56,7 +56,7 @@ Conversation = Callable[[Random], bytes]
 
 @functools.cache
 def headers(path: str = GENERATE) -> bytes:
-    """The header block of a call; for a connection without a table."""
+    """Returns the header block of a call; for a connection without a table."""
     block = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -69,7 +69,7 @@ def headers(path: str = GENERATE) -> bytes:
 
 
 def literal(name: bytes, value: bytes, *, kept: bool = False) -> bytes:
-    """One more header, kept in the table or not."""
+    """Returns a further header, kept in the table or not."""
     return (b"\x40" if kept else b"\x00") + _length(len(name)) + name + _length(len(value)) + value
 
 
@@ -84,19 +84,18 @@ def _length(number: int) -> bytes:
 
 
 def opened(stream: int, path: str = GENERATE) -> bytes:
-    """A call that has begun."""
     return frame(HEADERS, END_HEADERS, stream, headers(path))
 
 
 def message(rng: Random) -> bytes:
-    """A gRPC message, of which its length and compression may say anything."""
+    """Makes a gRPC message with arbitrary length and compression fields."""
     body = rng.randbytes(rng.randrange(200))
     frames = rng.choice([len(body), 0, len(body) + 1, _LARGEST, 2 * _LARGEST + 1])
     return struct.pack(">BI", rng.choice([0, 0, 0, 1, 255]), frames) + body
 
 
 def any_frames(rng: Random) -> bytes:
-    """Of any type, on any stream, with any flags; some say they are longer or shorter than they are."""
+    """Makes frames of any type, on any stream, with any flags; some declare a wrong length."""
     frames = _HELLO
     for _ in range(rng.randrange(1, 60)):
         payload = rng.randbytes(rng.choice([0, 1, 4, 5, 6, 8, 9, rng.randrange(300), 16_384]))
@@ -109,7 +108,6 @@ def any_frames(rng: Random) -> bytes:
 
 
 def padded(rng: Random) -> bytes:
-    """Padding up to and beyond the frame."""
     frames = _HELLO
     for at in range(20):
         block = headers()
@@ -120,7 +118,8 @@ def padded(rng: Random) -> bytes:
 
 
 def continuations(rng: Random) -> bytes:
-    """Header blocks without an end: of empty frames, of small ones, of large ones, or broken off by another frame."""
+    """Makes header blocks without an end: of empty frames, of small ones, of large ones, or broken off by another
+    frame."""
     size = rng.choice([0, 1, 100, 16_384])
     count = min(20_000, MOST // (size + 9)) if rng.random() < 0.8 else rng.randrange(5)
     frames = _HELLO + frame(HEADERS, 0, 1, headers())
@@ -129,7 +128,7 @@ def continuations(rng: Random) -> bytes:
 
 
 def settings(rng: Random) -> bytes:
-    """Any number, with any value; thousands of frames, acknowledgements of what nobody said among them."""
+    """Makes any number of settings, with any value; thousands of frames, unrequested acknowledgements among them."""
     known = [0, 1, 2, 3, 4, 5, 6, 8, 0xFE03, rng.getrandbits(16)]
     values = [0, 1, 16_383, 16_384, 65_535, 1 << 24, _LARGEST, 1 << 31, (1 << 32) - 1, rng.getrandbits(32)]
     frames = [_HELLO, opened(1)]
@@ -140,7 +139,7 @@ def settings(rng: Random) -> bytes:
 
 
 def harmless_settings(rng: Random) -> bytes:
-    """Each of which is to be acknowledged, and moves the window of every stream."""
+    """Makes settings that must all be acknowledged, and each moves the window of every stream."""
     frames = [_HELLO, *(opened(2 * at + 1) for at in range(100))]
     window = (struct.pack(">HI", 4, rng.choice([0, 1, 65_535, _LARGEST])) for _ in range(5_000))
     return b"".join([*frames, *(frame(SETTINGS, 0, 0, one) for one in window)])
@@ -153,7 +152,7 @@ def pings(rng: Random) -> bytes:
 
 
 def windows(rng: Random) -> bytes:
-    """Beyond the largest window, by nothing, and on streams that are not there."""
+    """Makes window updates beyond the largest window, by nothing, and on streams that do not exist."""
     frames = [_HELLO, opened(1)]
     for _ in range(rng.choice([10, 10_000])):
         grow = rng.choice([0, 1, 1, 1, _LARGEST - 65_535, _LARGEST, 1 << 31])
@@ -162,7 +161,8 @@ def windows(rng: Random) -> bytes:
 
 
 def header_blocks(rng: Random) -> bytes:
-    """That are none: any bytes, table sizes, integers and indices beyond all bounds, broken Huffman code."""
+    """Makes invalid header blocks: any bytes, table sizes, integers and indices beyond all bounds, broken Huffman
+    code."""
     frames = _HELLO
     for at in range(rng.randrange(1, 20)):
         block = rng.choice(
@@ -185,7 +185,7 @@ def header_blocks(rng: Random) -> bytes:
 
 
 def header_bombs(rng: Random) -> bytes:
-    """One large entry of the table, named a thousand times in each block."""
+    """Makes one large entry of the table, named a thousand times in each block."""
     frames = _HELLO + frame(HEADERS, END_HEADERS, 1, headers() + literal(b"x", b"z" * 3_950, kept=True))
     for at in range(1, rng.choice([3, 14])):
         frames += frame(HEADERS, END_HEADERS, 2 * at + 1, headers() + b"\xbe" * 15_000)
@@ -193,7 +193,7 @@ def header_bombs(rng: Random) -> bytes:
 
 
 def resets(rng: Random) -> bytes:
-    """Calls that end as they begin, by either side's fault, and resets of what never was."""
+    """Makes calls that end as they begin, by either side's fault, and resets of streams that never existed."""
     frames = [_HELLO]
     for at in range(1_500):
         stream = 2 * at + 1
@@ -205,7 +205,7 @@ def resets(rng: Random) -> bytes:
 
 
 def streams(rng: Random) -> bytes:
-    """Ids that fall, repeat, are even, or leave none for those to come; more than may be."""
+    """Makes stream ids that fall, repeat, are even, or leave none for later ones; more than allowed."""
     ids = [1, 3, 3, 2, 1, 9, 7, _LARGEST, _LARGEST - 2, *(2 * at + 11 for at in range(600))]
     if rng.random() < 0.5:
         rng.shuffle(ids)
@@ -213,7 +213,8 @@ def streams(rng: Random) -> bytes:
 
 
 def servers_frames(rng: Random) -> bytes:
-    """What only servers say, or nobody: promises, GOAWAY, priorities that depend on themselves, and newer frames."""
+    """Makes frames that only servers may send, or no side: promises, GOAWAY, priorities that depend on themselves, and
+    newer frames."""
     frames = _HELLO + opened(1)
     for _ in range(30):
         frames += rng.choice(
@@ -229,7 +230,7 @@ def servers_frames(rng: Random) -> bytes:
 
 
 def other_protocols(rng: Random) -> bytes:
-    """No HTTP/2 at all, or nearly."""
+    """Makes bytes of other protocols, or nearly HTTP/2."""
     cut = rng.randrange(len(PREFACE))
     return rng.choice(
         [
@@ -245,7 +246,7 @@ def other_protocols(rng: Random) -> bytes:
 
 
 def messages(rng: Random) -> bytes:
-    """Calls in order, whose messages are not: lengths that lie, more than the window, trailers, data after the end."""
+    """Makes valid calls with invalid messages: wrong lengths, more than the window, trailers, data after the end."""
     frames = _HELLO
     for at in range(rng.randrange(1, 30)):
         stream = 2 * at + 1
@@ -260,7 +261,7 @@ def messages(rng: Random) -> bytes:
 
 
 def changed(rng: Random) -> bytes:
-    """A call as it should be, with some bits turned, bytes left out or put in."""
+    """Makes a valid call with some bits turned, bytes left out or put in."""
     body = struct.pack(">BI", 0, 9) + b"\x1a\x01x\x2a\x04\x08\x02\x10\x01"
     frames = bytearray(_HELLO + b"".join(opened(s) + frame(DATA, END_STREAM, s, body) for s in (1, 3, 5)))
     for _ in range(rng.randrange(1, 6)):
@@ -276,7 +277,6 @@ def changed(rng: Random) -> bytes:
 
 
 def no_window(rng: Random) -> bytes:
-    """Calls whose answers may not be sent."""
     body = struct.pack(">BI", 0, 10) + b"\x1a\x01x\x2a\x05\x08\xc8\x01\x10\x01"
     frames = PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, rng.choice([0, 1, 20])))
     return frames + b"".join(
@@ -305,7 +305,7 @@ CONVERSATIONS: tuple[Conversation, ...] = (
 
 
 def say(address: str, frames: bytes, tls: bool) -> None:
-    """Says it on a connection of its own, listens until the server is silent, and hangs up."""
+    """Sends the frames on a connection of its own, reads until the server is silent, and hangs up."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError):
         link = socket.create_connection((host, int(port)), 5.0)
@@ -322,7 +322,7 @@ def say(address: str, frames: bytes, tls: bool) -> None:
 
 
 def _trusting() -> ssl.SSLContext:
-    """Whoever it is."""
+    """Makes a context that trusts every certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -331,7 +331,7 @@ def _trusting() -> ssl.SSLContext:
 
 
 def round_of(address: str, seed: int, tls: bool) -> None:
-    """Every conversation once, four at a time."""
+    """Runs every conversation once, four at a time."""
     with ThreadPoolExecutor(4) as pool:
         rng = Random(seed)
         for talk in rng.sample(CONVERSATIONS, len(CONVERSATIONS)):

@@ -1,7 +1,7 @@
-"""A gRPC client that costs next to nothing: one HTTP/2 socket whose answers are counted, not decoded.
+"""Implements a gRPC client that costs next to nothing: one HTTP/2 socket whose answers are counted, not decoded.
 
-What it measures is then the server. It opens the flow-control windows as far as they go, so that nothing but the server
-and the kernel sets the pace; a window of another size, or a reader that never reads, can be asked for.
+What it measures is then the server. It opens the flow-control windows as far as they go, so that only the server and
+the kernel set the pace; a window of another size, or a reader that never reads, can be configured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ _FIRST_WINDOW = 65_535  # bytes that a server takes before it says more
 
 @dataclass(slots=True)
 class ReceivedStream:
-    """What came on one RPC."""
-
     messages: int = 0
     first_at: float | None = None  # when its first message was complete; seconds, the clock of `now`
     status: int | None = None  # gRPC code, once it has ended
@@ -34,8 +32,6 @@ class ReceivedStream:
 
 
 class FrameClient:
-    """One connection."""
-
     def __init__(
         self,
         address: str,
@@ -69,7 +65,7 @@ class FrameClient:
         return stream_id
 
     def prepare(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> tuple[int, bytes]:
-        """One request's stream id, and what is to be sent of it before anything that is prepared or started later."""
+        """Returns one request's stream id, and what to send of it before anything that is prepared or started later."""
         stream_id = self._next_id
         self._next_id += 2
         self.streams[stream_id] = ReceivedStream()
@@ -94,7 +90,6 @@ class FrameClient:
         return stream_id, b"".join(frames)
 
     def reset(self, stream_id: int) -> None:
-        """Cancels one RPC."""
         self.socket.sendall(frame(RST_STREAM, 0, stream_id, struct.pack(">I", 8)))
 
     def read(self) -> bool:
@@ -116,7 +111,6 @@ class FrameClient:
         return True
 
     def close(self) -> None:
-        """Hangs up."""
         self.socket.close()
 
     def __enter__(self) -> FrameClient:
@@ -147,7 +141,7 @@ class FrameClient:
             self.socket.sendall(frame(PING, ACK, 0, data[start:end]))
 
     def _messages(self, stream: ReceivedStream, payload: bytes) -> None:
-        """A DATA frame that holds several messages, or parts of some."""
+        """Parses a DATA frame that holds several messages, or parts of some."""
         data = stream._rest + payload if stream._rest else payload
         at, size = 0, len(data)
         while size - at >= 5:

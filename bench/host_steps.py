@@ -153,7 +153,7 @@ def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 
 def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
-    """The runner that an engine process builds."""
+    """Builds a runner as an engine process does."""
     settings = EngineSettings(
         model=given.model,
         load_format=given.load_format,
@@ -170,7 +170,6 @@ def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
 
 
 def limits_of(info: ModelInfo) -> Limits:
-    """What a runner of this kind can take."""
     return Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=info.max_batch_tokens,
@@ -387,7 +386,7 @@ def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) 
 
 @dataclass(frozen=True, slots=True)
 class StepMicroseconds:
-    """Microseconds of each step: the planner, the runner, and what is made of its results."""
+    """Microseconds of each step: the planner, the runner, and the commit."""
 
     plan: list[float]
     run: list[float]
@@ -395,7 +394,7 @@ class StepMicroseconds:
 
 
 def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> StepMicroseconds:
-    """Steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
+    """Times steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
     scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), StepMicroseconds([], [], [])
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
     for _ in range(_MOST * (_WARM + steps)):
@@ -418,7 +417,7 @@ def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Ste
 
 
 def operations(run: Callable[[], object], device: str, most: int = 12) -> list[tuple[str, float, float]]:
-    """What torch spends its time on meanwhile: name, share, calls. What our own C does shows as the rest."""
+    """Profiles torch: name, share, calls. Our own C's time appears as the rest."""
     from torch.profiler import ProfilerActivity, profile
 
     kind = ProfilerActivity.CUDA if device.startswith("cuda") else ProfilerActivity.CPU
@@ -437,7 +436,7 @@ def operations(run: Callable[[], object], device: str, most: int = 12) -> list[t
 
 
 def command(argv: Items[str] | None = None) -> Result:
-    """Where a step's microseconds go: planner, runner and commit, and within the runner torch's operations."""
+    """Measures where a step's microseconds go: planner, runner and commit, and within the runner torch's operations."""
     parser = argparse.ArgumentParser(prog="whippet bench steps", description=summary(command))
     parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a folder or a GGUF file")
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")

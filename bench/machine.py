@@ -38,7 +38,7 @@ Values = dict[str, tuple[float, str]]  # workload → value and unit
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Names a checkout to measure; the figures carry that name."""
+    """A checkout to measure; the figures carry its name."""
 
     name: str
     path: Path
@@ -269,7 +269,6 @@ def _counted(report: Path) -> dict[str, Any]:
 
 
 def tree_of(spec: str) -> Tree:
-    """Parses NAME[@REVISION]=PATH."""
     name, _, path = spec.partition("=")
     name, _, known = name.partition("@")
     if not name or not Path(path, "engine").is_dir():

@@ -1,4 +1,4 @@
-"""Throughput of one model without gRPC: N requests handed over at once, in the engine's own loop.
+"""Measures throughput of one model without gRPC: N requests handed over at once, in the engine's own loop.
 
     python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
 
@@ -52,8 +52,6 @@ SAMPLINGS = {
 
 @dataclass(frozen=True, slots=True)
 class OfflineOutcome:
-    """Of one workload."""
-
     output_tokens_per_second: float
     requests_per_second: float
     ttft_ms_p95: float
@@ -65,8 +63,8 @@ class OfflineOutcome:
 def run(
     runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY, beside: Work | None = None
 ) -> OfflineOutcome:
-    """All of `work` at once, to their ends. Of `beside`, one comes for every `_APART` tokens of the first of `work`,
-    once those before it have their first tokens; first tokens are then those of `beside`."""
+    """Runs all of `work` at once, to their ends. One of `beside` follows for every `_APART` tokens of the first of
+    `work`, once those before it have their first tokens; first tokens are then those of `beside`."""
     info, generator = runner.info, random.Random(len(work))
     scheduler = planner(runner, PagePool(info.total_pages), budget)
     came: dict[int, float] = {}
@@ -106,7 +104,7 @@ def run(
 
 
 def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tuple[str, float, float]]:
-    """Kernels of steps of so many rows: name, calls a step and µs a step, most first."""
+    """Profiles the kernels of steps of `rows` rows: name, calls a step and µs a step, most first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -136,7 +134,7 @@ def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tu
 
 
 def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, float]]:
-    """Kernels of a pass over as many prompts as it holds: name, calls and µs a pass, most first."""
+    """Profiles the kernels of a pass over as many prompts as it holds: name, calls and µs a pass, most first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -157,14 +155,13 @@ def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, 
 
 
 def kernels(found: Any, name: str, seconds: float, steps: float) -> list[tuple[str, float, float]]:
-    """Of what a profiler saw in so many steps, the clock's seconds first."""
+    """Lists a profile of `steps` steps, the clock's seconds first."""
     averages = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
     rows = [(one.key[:90], one.count / steps, one.self_device_time_total / steps) for one in averages[:24]]
     return [(name, 1.0, seconds / steps * 1e6), *rows]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True, help="a folder; with --load-format dummy its config.json suffices")
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
@@ -194,7 +191,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
-    """A workload by its name, and what comes beside it."""
+    """Returns a workload, and the one beside it."""
     streams = name.removeprefix("beside")
     if streams == name or not streams.isdigit():
         return workload(name, prompt, tokens), None
@@ -202,13 +199,11 @@ def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
 
 
 def record(given: argparse.Namespace, name: str, found: OfflineOutcome) -> dict[str, object]:
-    """As kept in bench/results."""
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     return {**about, "path": "offline", "workload": name, **asdict(found)}
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints."""
     given = arguments(argv)
     settings = EngineSettings(
         model=given.model,
@@ -260,7 +255,6 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     return finish(command(argv))
 
 
@@ -279,7 +273,7 @@ class StepTimes:
     token_bytes: int  # keys and values of one token, in all layers
 
     def step(self, rows: int, context: int) -> float:
-        """Rows that have so many tokens together."""
+        """Returns the time of rows that have `context` tokens together."""
         return _between(self.rows, rows) + (context - rows * CONTEXT) * self.token_bytes / BANDWIDTH if rows else 0.0
 
     def prompt(self, tokens: int) -> float:
@@ -331,7 +325,7 @@ class Predicted:
 
 
 def predict(times: StepTimes, work: Work, budget: int, most_rows: int, target: float | None = None) -> Predicted:
-    """All requests at once, with pages for all of them; `target` in ms."""
+    """Predicts all requests at once, with pages for all of them; `target` in ms."""
     pages = sum(-(-(prompt + tokens + 16) // PAGE_SIZE) for prompt, tokens in work)
     limits = Limits(
         max_sequences=most_rows,
@@ -372,8 +366,8 @@ def _taken(times: StepTimes, plan: StepPlan) -> float:
 
 
 def predict_main(argv: Sequence[str] | None = None) -> int:
-    """What a workload of `bench.offline` would take, from what steps were measured to take: the real scheduler over a
-    device that only counts. For choices of the scheduler that would otherwise need a GPU each.
+    """Predicts what a workload of `bench.offline` would take from measured steps: the real scheduler over a device that
+    only counts. For choices of the scheduler that would otherwise need a GPU each.
 
         python -m bench.offline predict --workloads n256 mixed256 short1024 --budgets 2048 8192 32768 --rows 256 512
 

@@ -1,4 +1,5 @@
-"""Whippet beside others on this machine: the same model, the same prompts as token ids, the same lengths, in turns.
+"""Compares Whippet with other servers on this machine: the same model, the same prompts as token ids, the same lengths,
+in turns.
 
     whippet bench peers --model FOLDER --streams 1 8
 
@@ -37,15 +38,13 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Peer(Protocol):
-    """A loaded model."""
-
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """Answers of exactly so many tokens, greedy, all at once."""
+        """Answers all prompts at once with exactly `tokens` tokens, greedily."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """How a peer is found, loaded and installed. `open` gets the model, the most streams and the most tokens."""
+    """Finds, loads and installs a peer. `open` gets the model, the most streams and the most tokens."""
 
     name: str
     package: str
@@ -54,7 +53,7 @@ class PeerKind:
     gguf: bool = False
 
     def missing(self, model: str, gguf: str | None) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Returns why it cannot run here; empty where it can."""
         if self.name == "llama.cpp":
             if gguf is None:
                 return "needs a GGUF file: --gguf FILE"
@@ -78,7 +77,7 @@ class PeerKind:
 
 
 class Whippet:
-    """The engine's loop without its socket, as a server would set it up."""
+    """Runs the engine's loop without its socket, as a server would set it up."""
 
     drafts = True
 
@@ -93,7 +92,6 @@ class Whippet:
         gc.freeze()
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         from bench.pace import asked, planner
         from engine.kv.page_pool import PagePool
 
@@ -108,13 +106,14 @@ class Whippet:
 
 
 class PlainWhippet(Whippet):
-    """The same without speculation, which no peer has on by itself."""
+    """Runs without speculation, which no peer has on by itself."""
 
     drafts = False
 
 
 class Transformers:
-    """`generate` of a batch; all prompts have one length. On a CPU with the type and the threads that are fastest."""
+    """Runs `generate` of a batch; all prompts have one length. On a CPU with the type and the threads that are
+    fastest."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         import torch
@@ -147,7 +146,6 @@ class Transformers:
         return time.monotonic() - began
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         import torch
 
         ids = torch.tensor([list(one) for one in prompts], device=self._device)
@@ -164,8 +162,6 @@ class Transformers:
 
 
 class Vllm:
-    """Its offline API."""
-
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("vllm")
         self._sampling: Any = package.SamplingParams
@@ -179,7 +175,6 @@ class Vllm:
         )
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = self._sampling(
             temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
@@ -189,8 +184,6 @@ class Vllm:
 
 
 class Sglang:
-    """Its offline engine."""
-
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("sglang")
         self._engine: Any = package.Engine(
@@ -202,13 +195,12 @@ class Sglang:
         )
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         self._engine.generate(input_ids=[list(one) for one in prompts], sampling_params=sampling)
 
 
 class NanoVllm:
-    """Its only API. It has no greedy choice: a temperature near zero takes the likeliest token."""
+    """Uses the only API. It has no greedy choice: a temperature near zero takes the likeliest token."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("nanovllm")
@@ -216,13 +208,12 @@ class NanoVllm:
         self._llm: Any = package.LLM(model, enforce_eager=False, max_model_len=tokens + 64, max_num_seqs=streams)
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = self._sampling(temperature=1e-5, max_tokens=tokens, ignore_eos=True)
         self._llm.generate([list(one) for one in prompts], sampling, use_tqdm=False)
 
 
 class LlamaServer:
-    """`llama-server` on loopback, a slot a stream."""
+    """Runs `llama-server` on loopback, a slot a stream."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
@@ -245,7 +236,6 @@ class LlamaServer:
             return False
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         list(self._pool.map(lambda one: self._ask(one, tokens), prompts))
 
     def _ask(self, prompt: Sequence[int], tokens: int) -> None:
@@ -257,7 +247,7 @@ class LlamaServer:
 
 
 class LlamaBinding:
-    """The Python binding, which has one stream: several come one after the other."""
+    """Uses the Python binding, which has one stream: several run one after the other."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("llama_cpp")
@@ -265,7 +255,6 @@ class LlamaBinding:
         self._llama: Any = package.Llama(model, n_ctx=tokens + 64, n_threads=threads, n_gpu_layers=-1, verbose=False)
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         for prompt in prompts:
             self._llama.reset()
             self._llama.eval(list(prompt))
@@ -300,15 +289,13 @@ KINDS: Mapping[str, PeerKind] = {
 
 
 class PeerProcess:
-    """A peer in a process of its own."""
-
     def __init__(self, kind: PeerKind, model: str, streams: int, tokens: int, vocabulary: int) -> None:
         words = [sys.executable, "-m", "bench.peers", "worker", kind.name, model]
         words += [str(number) for number in (streams, tokens, vocabulary)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def take(self) -> float:
-        """Seconds that it says. Raises RuntimeError."""
+        """Returns the seconds that it reports. Raises RuntimeError."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("bench: "):
@@ -316,7 +303,7 @@ class PeerProcess:
         raise RuntimeError("it ended")
 
     def seconds(self, streams: int, prompt: int, tokens: int, number: int) -> float:
-        """Of so many answers at once. Raises RuntimeError."""
+        """Returns the seconds of `streams` answers at once. Raises RuntimeError."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([streams, prompt, tokens, number]) + "\n")
         self._process.stdin.flush()
@@ -333,7 +320,7 @@ class PeerProcess:
 
 
 def prompts(streams: int, length: int, number: int, vocabulary: int) -> list[list[int]]:
-    """The same for every peer. Never one of the first three ids, which models give a meaning."""
+    """Returns the same prompts for every peer. Never one of the first three ids, which models give a meaning."""
     room = vocabulary - 3
     return [
         [3 + (number * 7919 + row * 104_729 + place * place * 31 + place) % room for place in range(length)]
@@ -357,7 +344,6 @@ def worker(name: str, model: str, *numbers: str) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(
         prog="whippet bench peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -416,7 +402,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, PeerProcess]:
-    """All that are installed, loaded one after the other."""
+    """Loads all that are installed, one after the other."""
     running: dict[str, PeerProcess] = {}
     for name in given.peers:
         kind = KINDS[name]

@@ -1,5 +1,5 @@
-"""What shared prefixes save: time to first token, hits on a trace by capacity, and what the gate decides. Tables, and
-one JSON line.
+"""Measures what shared prefixes save: time to first token, hits on a trace by capacity, and the gate's decisions.
+Tables, and one JSON line.
 
     python -m bench.prefix --model models/demo --trace mooncake_conversation.jsonl.gz
 
@@ -57,14 +57,14 @@ LLAMA_8B = 131_072  # bytes of keys and values a token, of Llama 3.1 8B in bfloa
 
 
 class DevicePages:
-    """The engine's own index as a `bench.replay` prefix index: each block of the trace is a page."""
+    """Adapts the engine's own index to a `bench.replay` prefix index: each block of the trace is a page."""
 
     def __init__(self, capacity: int) -> None:
         self._pool = PagePool(capacity)
         self._index = PrefixIndex(self._pool)
 
     def match(self, blocks: Items[int]) -> int:
-        """How many leading blocks are held."""
+        """Returns how many leading blocks are held."""
         return len(self._index.find(self._sequence(blocks)))
 
     def insert(self, blocks: Items[int]) -> None:
@@ -79,13 +79,13 @@ class DevicePages:
 
     @staticmethod
     def _sequence(blocks: Items[int]) -> Sequence:
-        """One page a block, and one token after them."""
+        """Makes one page a block, and one token after them."""
         ids = [block for block in blocks for _ in range(PAGE_SIZE)]
         return Sequence(plain_request((*ids, 0)), [*ids, 0])
 
 
 class PrefixEngine:
-    """The engine's loop without its socket, in the state of a process that has just started."""
+    """Runs the engine's loop without its socket, in the state of a process that has just started."""
 
     def __init__(self, runner: ModelRunner, tier: BlockSettings | None, prefixes: bool = True) -> None:
         self.runner = runner
@@ -105,7 +105,7 @@ class PrefixEngine:
         self._keys = 0
 
     def ask(self, token_ids: tuple[int, ...], tokens: int = 2) -> tuple[float, int, tuple[int, ...]]:
-        """Seconds to the first token, cached tokens, answer."""
+        """Returns seconds to the first token, cached tokens, answer."""
         self._keys += 1
         begun = time.perf_counter()
         request = plain_request(token_ids, tokens)
@@ -138,7 +138,7 @@ class PrefixEngine:
 
 
 def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSettings) -> dict[str, Any]:
-    """The three ways to a first token, one after the other in each round."""
+    """Measures the three ways to a first token, one after the other in each round."""
     settings = EngineSettings(model=model, device="cpu", threads=threads)
     rng = random.Random(1)
     vocabulary = build(settings, _quiet).info.vocab_size
@@ -195,7 +195,7 @@ def _warm(engine: PrefixEngine, rng: random.Random, vocabulary: int) -> None:
 
 
 def decisions(gate: dict[str, Any], rates: Items[int]) -> list[dict[str, Any]]:
-    """The gate's decision for 512 tokens at the measured link, by prefill rate."""
+    """Returns the gate's decision for 512 tokens at the measured link, by prefill rate."""
     found = []
     for token_bytes in (gate["token_bytes"], LLAMA_8B):
         for rate in (gate["prefill_tokens_per_second"], *rates):
@@ -223,13 +223,11 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def shared() -> Iterator[BlockSettings]:
-    """A Redis and a key file of its own."""
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
         yield BlockSettings(redis=RedisSettings(url=redis.url), key_file=write_keys(Path(folder) / "keys"))
 
 
 def report(line: dict[str, Any]) -> None:
-    """The tables."""
     first = line["first_token"]
     print(f"{'first token, ms':28} {'median':>8} {'faster':>8} {'cached':>7}")
     for name, value in first["milliseconds"].items():
@@ -242,7 +240,6 @@ def report(line: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--rounds", type=int, default=5)
@@ -267,7 +264,7 @@ def main() -> None:
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
-    """Drops counts."""
+    pass
 
 
 COUNT = 64
@@ -280,7 +277,7 @@ Taken = Callable[[int, memoryview], None]  # a sealed value that arrived, by its
 
 
 class Ours:
-    """As `RedisBlocks` does it: the next value is asked for before this one is read, into one buffer."""
+    """Reads as `RedisBlocks` does: the next value is requested before this one is read, into one buffer."""
 
     def __init__(self, url: str) -> None:
         self._link = connect(RedisSettings(url=url), time.monotonic() + PATIENCE)
@@ -300,7 +297,7 @@ class Ours:
 
 
 class Library:
-    """redis-py with hiredis: one value a command, or all in one MGET or pipeline."""
+    """Uses redis-py with hiredis: one value a command, or all in one MGET or pipeline."""
 
     def __init__(self, url: str, way: str, read_size: int) -> None:
         self._client = Redis.from_url(url, protocol=2, socket_timeout=PATIENCE, socket_read_size=read_size)

@@ -1,4 +1,5 @@
-"""One page of a folder of results: HTML with its pictures inside, nothing foreign; and PNGs where matplotlib is.
+"""Renders a folder of results as one page: HTML with its pictures inside, nothing foreign; and PNGs where matplotlib
+is.
 
 whippet bench report whippet-bench
 """
@@ -23,7 +24,8 @@ _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4")
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture of a section: lines over `across`, or bars where `bars`. `bounds` are low and high of each value."""
+    """Describes a section's picture: lines over `across`, or bars where `bars`. `bounds` are low and high of each
+    value."""
 
     title: str
     unit: str
@@ -55,7 +57,7 @@ class Section:
 
 
 def decode(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Rates against the roofline, and memory."""
+    """Shows rates against the roofline, and memory."""
     for arm, title in (("engine", "One stream, in the engine"), ("served", "One stream, through gRPC")):
         if arm not in figures:
             continue
@@ -129,7 +131,6 @@ def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows throughput."""
     loads = figures["loads"]
     rows = [[one["workload"], one["output_tokens_per_second"], one["ttft_ms_p95"], one["errors"]] for one in loads]
     rate = {"tokens/s": [one["output_tokens_per_second"] for one in loads]}
@@ -139,7 +140,7 @@ def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def speculation(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Acceptance, and what it is worth."""
+    """Shows acceptance and its gain."""
     found = figures["sets"]
     head = ["prompts", "with drafts, tokens/s", "without", "times", "accepted of proposed", "acceptance", "same ids"]
     rows = [
@@ -266,7 +267,7 @@ SHOWN = {
 
 
 def sections(records: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Of all results that there is something to show of, in the page's order."""
+    """Returns sections of all results that can be drawn, in the page's order."""
     by_name = {record["bench"]: record for record in records}
     return [one for name, show in SHOWN.items() if name in by_name for one in show(by_name[name]["figures"])]
 
@@ -282,7 +283,6 @@ def write(folder: Path) -> Path:
 
 
 def page(records: Sequence[Mapping[str, Any]], found: Sequence[Section]) -> str:
-    """The whole HTML."""
     about = {f"{one['device']} · {one['revision']}" for one in records}
     models = {str(one["settings"].get("model")) for one in records} - {"None"}
     links = "".join(f'<li><a href="#s{n}">{_safe(one.title)}</a></li>' for n, one in enumerate(found))
@@ -331,7 +331,7 @@ def _section(number: int, one: Section) -> str:
 
 
 def svg(chart: Chart) -> str:
-    """A picture for both colour schemes: text and grid take the page's colours."""
+    """Draws a picture for both colour schemes: text and grid take the page's colours."""
     right, bottom, roof = _WIDE - 12, _HIGH - _FOOT, 34
     most, found = chart.most, list[str]()
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -388,7 +388,7 @@ def _bars(
 
 
 def pictures(folder: Path, found: Sequence[Section]) -> list[Path]:
-    """The same as PNGs, where matplotlib is installed."""
+    """Writes PNGs, where matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:

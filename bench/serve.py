@@ -1,4 +1,4 @@
-"""Load over gRPC streams: rates, latencies, refusals, and that each accepted stream ends once.
+"""Loads a server over gRPC streams: rates, latencies, refusals, and that each accepted stream ends once.
 
     python -m bench.serve --model bench/models/qwen3-0.6b --load-format=dummy --workloads n1 n64 n256 mixed256
     python -m bench.serve --target localhost:50051 --rate 5,10,20 --seconds 60 --plot found.svg
@@ -40,7 +40,7 @@ _PEAK = 3.0, 20.0  # seconds at least and at most in which the peak is looked fo
 
 @dataclass(slots=True)
 class ServeBench:
-    """A server and its callers."""
+    """Drives a server and its callers."""
 
     crew: Crew
     server: RunningServer | None
@@ -51,27 +51,27 @@ class ServeBench:
     found: list[tuple[str, LoadOutcome]] = field(default_factory=list)
 
     def job(self, requests: list[LoadRequest], streams: int, seconds: float | None = None, **fields: Any) -> LoadJob:
-        """That begins soon; with `seconds`, over and over until then."""
+        """Makes a job that begins soon; with `seconds`, repeated until then."""
         begin = soon()
         vocabulary = self.model.limits.vocab_size
         return LoadJob(begin, requests, streams, None if seconds is None else begin + seconds, vocabulary, **fields)
 
     def once(self, requests: list[LoadRequest], streams: int) -> LoadOutcome:
-        """Each request once, at most so many at a time; 0: each at its own time."""
+        """Runs each request once, at most `streams` at a time; 0: each at its own time."""
         with machine_counters(self.server) as seen:
             job = self.job(requests, streams)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen)
 
     def closed(self, streams: int, seconds: float) -> LoadOutcome:
-        """So many streams, each asking again when it was answered."""
+        """Runs `streams` streams, each asking again when it was answered."""
         with machine_counters(self.server) as seen:
             job = self.job(self.source.take(max(streams, len(self.source.read))), streams, seconds)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
 
     def open(self, rate: float, seconds: float) -> LoadOutcome:
-        """So many requests a second, whatever becomes of those before."""
+        """Sends `rate` requests a second, whatever becomes of earlier ones."""
         with machine_counters(self.server) as seen:
             job = self.job(poisson(rate, seconds, self.source, self.given.seed), 0)
             parts = self.crew.run(job)
@@ -79,11 +79,10 @@ class ServeBench:
 
     @property
     def records(self) -> list[dict[str, object]]:
-        """Of all loads so far, as a file keeps them."""
         return [{**self.about, "workload": load, **found.record()} for load, found in self.found]
 
     def keep(self, name: str, found: LoadOutcome, **extra: object) -> None:
-        """Says and keeps it, in the file at once: a run that is cut short leaves what it had."""
+        """Prints and saves a load at once, so that an interrupted run keeps what it had."""
         found = replace(found, extra=extra)
         self.found.append((name, found))
         if self.given.append is not None:
@@ -106,7 +105,7 @@ def _window(seconds: float) -> tuple[float, float]:
 
 
 def workloads(bench: ServeBench) -> None:
-    """Best of --rounds by rate; faults of any round count."""
+    """Keeps the best of --rounds by rate; faults of any round count."""
     given = bench.given
     for name in given.workloads:
         requests = of_workload(name, given.prompt, given.tokens)
@@ -117,14 +116,14 @@ def workloads(bench: ServeBench) -> None:
 
 
 def trace(bench: ServeBench) -> None:
-    """At its own times, or --speed times as fast."""
+    """Replays at the trace's own times, or --speed times as fast."""
     given = bench.given
     requests, long = of_trace(given.trace, given.speed, given.limit, bench.model.limits.max_context_tokens)
     bench.keep(f"trace {given.trace.name}", bench.once(requests, 0), speed=given.speed, too_long=long)
 
 
 def overload(bench: ServeBench) -> None:
-    """So many times the peak, which is measured first with as many streams as run at once."""
+    """Sends a multiple of the peak, which is measured first with as many streams as run at once."""
     given, slots = bench.given, bench.model.limits.max_sequences
     peak = bench.closed(slots, min(max(_PEAK[0], given.seconds / 4), _PEAK[1]))
     bench.keep(f"c{slots}", peak)
@@ -139,7 +138,7 @@ def overload(bench: ServeBench) -> None:
 
 
 def interactive(bench: ServeBench) -> None:
-    """One stream alone, then beside twice as many background streams as run at once, who began before it."""
+    """Runs one stream alone, then beside twice as many background streams as run at once, which began before it."""
     seconds, slots = bench.given.seconds, bench.model.limits.max_sequences
     ahead, window = _window(seconds)[0], _window(seconds)
     one = bench.source.take(1)
@@ -160,7 +159,7 @@ def interactive(bench: ServeBench) -> None:
 
 @contextmanager
 def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[ServeBench]:
-    """The server that was named or one of ours, and callers that have called it."""
+    """Yields the server of --target or one of ours, and callers that have called it."""
     suffix: dict[str, object] = {"flags": flags} if flags else {}
     with ExitStack() as stack:
         running = None
@@ -185,7 +184,7 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[ServeBench]:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """What was asked for, and the flags of the server."""
+    """Returns our flags, and the flags of the server."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; default: one is started")
     parser.add_argument("--token", default="", help="of a caller of that server")
@@ -218,7 +217,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 
 
 def plot(path: Path, title: str, found: Sequence[tuple[str, LoadOutcome]]) -> None:
-    """Rate, first token and pace over the loads."""
+    """Plots rate, first token and pace over the loads."""
 
     def lines(of: Callable[[LoadOutcome], dict[str, float]]) -> dict[str, list[float | None]]:
         return {share: [of(one).get(share, 0.0) for _, one in found] for share in ("p50", "p95", "p99")}

@@ -1,7 +1,7 @@
-"""Decodes for as long as it is told, alone, together, with sampling and with callers that leave, and holds every answer
-against the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are
-short by default, so that each is fed whole, whoever comes with it. With `--longest` above that they are cut into chunks
-by who else is there, and bf16 rounds a chunk of another length otherwise: then a greedy answer may part from the first
+"""Decodes for a given time, alone, together, with sampling and with callers that leave, and compares every answer with
+the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are short
+by default, so that each is fed whole, whatever runs beside it. With `--longest` above that they are cut into chunks by
+the other requests, and bf16 rounds a chunk of another length otherwise: then a greedy answer may diverge from the first
 one, but only where float32 finds two tokens nearly as good as each other.
 
     python -m bench.soak --model models/demo --seconds 600
@@ -47,7 +47,7 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95, repetition_pena
 
 @dataclass(frozen=True, slots=True)
 class SoakQuestion:
-    """A prompt and how to go on from it; always the same."""
+    """A prompt and how to continue it; always the same."""
 
     number: int
     prompt: tuple[int, ...]
@@ -57,7 +57,7 @@ class SoakQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A text, and two ways in which it went on."""
+    """A text, and two ways in which it continued."""
 
     text: tuple[int, ...]
     one: int
@@ -66,8 +66,6 @@ class Divergence:
 
 @dataclass(slots=True)
 class SoakRecord:
-    """What came of it."""
-
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the first to each question
     whole: int = 0  # whole answers
     left: int = 0
@@ -76,7 +74,6 @@ class SoakRecord:
     forks: set[Divergence] = field(default_factory=set)  # of greedy answers
 
     def take(self, question: SoakQuestion, ids: Sequence[int]) -> None:
-        """A whole answer."""
         self.whole += 1
         first = self.answers.setdefault(question.number, tuple(ids))
         if first == tuple(ids):
@@ -88,7 +85,7 @@ class SoakRecord:
 
 
 def questions(vocabulary: int, tokens: int, longest: int) -> list[SoakQuestion]:
-    """Half greedy, half by every kind of sampling; prompts of 3 to `longest` tokens."""
+    """Makes half greedy questions, and half by every kind of sampling; prompts of 3 to `longest` tokens."""
     chance, found = random.Random(5), []
     for number in range(QUESTIONS):
         sampling = replace(GREEDY if number % 2 == 0 else SAMPLED, seed=number)
@@ -98,7 +95,7 @@ def questions(vocabulary: int, tokens: int, longest: int) -> list[SoakQuestion]:
 
 
 class SoakEngine:
-    """Plan, run, commit, without the socket and without shared prefixes."""
+    """Plans, runs and commits, without the socket and without shared prefixes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -107,7 +104,7 @@ class SoakEngine:
         self._key = 0
 
     def ask(self, some: Sequence[SoakQuestion], leaving: dict[int, int], record: SoakRecord) -> None:
-        """All at once; those in `leaving` (index → tokens) go before the end."""
+        """Asks all at once; those in `leaving` (index → tokens) leave before the end."""
         first, ids = self._key, [list[int]() for _ in some]
         for question in some:
             self._key += 1
@@ -139,7 +136,7 @@ class SoakEngine:
 
 
 def rounds(known: list[SoakQuestion]) -> Iterator[tuple[list[SoakQuestion], dict[int, int]]]:
-    """For ever: one alone, eight together, eight of which some leave."""
+    """Yields forever: one alone, eight together, eight of which some leave."""
     chance = random.Random(6)
     while True:
         yield [chance.choice(known)], {}
@@ -149,7 +146,6 @@ def rounds(known: list[SoakQuestion]) -> Iterator[tuple[list[SoakQuestion], dict
 
 
 def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
-    """The whole time."""
     engine, record = SoakEngine(runner), SoakRecord()
     known = questions(runner.info.vocab_size, given.tokens, min(given.longest, runner.info.max_context - given.tokens))
     for question in known:
@@ -188,7 +184,7 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def widest(forks: Iterable[Divergence], model: str) -> float:
-    """The largest distance between the two tokens of a fork, of the largest logit, in float32."""
+    """Returns the largest distance between the two tokens of a fork, of the largest logit, in float32."""
     oracle, found = Decoder.open(Path(model)), 0.0
     for fork in forks:
         logits = oracle.logits(oracle.hidden(torch.tensor([fork.text]))[:, -1])[0]
@@ -197,7 +193,7 @@ def widest(forks: Iterable[Divergence], model: str) -> float:
 
 
 def memory() -> int:
-    """Bytes that the device holds for us."""
+    """Returns the bytes that the device holds for us."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
@@ -205,7 +201,6 @@ def memory() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, default=600.0)

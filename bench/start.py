@@ -1,5 +1,4 @@
-"""How long a start takes, with an empty cache of kernels, with kernels compiled ahead, and with a full cache, and what
-it consists of.
+"""Measures a start with an empty cache of kernels, with kernels compiled ahead, and with a full cache, by its phases.
 
     python -m bench.start --model bench/models/qwen3-0.6b --load-format dummy --max-context 1024
 
@@ -51,7 +50,7 @@ _LONGEST = 300.0  # seconds of a start
 
 
 def engine(settings: EngineSettings, cache: Path) -> dict[str, Any]:
-    """Of one process of its own."""
+    """Measures one engine process."""
     with _environment(WHIPPET_CACHE_DIR=str(cache)):
         began = time.monotonic()
         begun = Begun(settings.kind)
@@ -77,7 +76,7 @@ def _gone() -> Iterator[Any]:
 
 
 def first_tokens(address: str) -> dict[str, float]:
-    """Milliseconds until the first token of each of the first requests, one after the other."""
+    """Measures milliseconds until the first token of each of the first requests, one after the other."""
     found = []
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -94,7 +93,7 @@ def first_tokens(address: str) -> dict[str, float]:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Empty, ahead where there is such a folder, and full; engine and server."""
+    """Measures starts that are empty, ahead where there is such a folder, and full; engine and server."""
     flags = _parser().parse_args(argv)
     given = {name: value for name in _GIVEN if (value := getattr(flags, name)) is not None}
     settings = EngineSettings(model=str(flags.model), **given)
@@ -124,12 +123,10 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def main() -> int:
-    """Measures and prints."""
     return finish(command())
 
 
 def _flag(name: str) -> str:
-    """As a server has it."""
     plain = name.replace("_", "-")
     return plain if name in ("device", "load_format") else f"scheduler.{plain}"
 
@@ -139,7 +136,7 @@ _GIVEN = ("device", "load_format", "max_sequences", "max_context", "kv_bytes")
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-    """Of processes that are started meanwhile."""
+    """Sets the environment of processes that are started meanwhile."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -167,7 +164,7 @@ _WARM = 3  # bursts that do not count
 
 
 class BurstCallers:
-    """Connections that call a server together."""
+    """Holds connections that call a server together."""
 
     def __init__(self, address: str, count: int) -> None:
         self._clients = [FrameClient(address, time.monotonic) for _ in range(count)]
@@ -175,8 +172,8 @@ class BurstCallers:
         self._asked = 0
 
     def burst(self, count: int, prompt: int, tokens: int, gap: float) -> list[float]:
-        """Milliseconds from each request to its first token, ascending. All are sent at once, `gap` seconds from now.
-        Raises RuntimeError where one was not answered."""
+        """Measures milliseconds from each request to its first token, ascending. All are sent at once, `gap` seconds
+        from now. Raises RuntimeError where one was not answered."""
         due = time.monotonic() + gap
         prepared: list[tuple[FrameClient, ReceivedStream, bytes]] = []
         for client in self._clients[:count]:
@@ -195,7 +192,6 @@ class BurstCallers:
         return sorted(1000 * ((stream.first_at or 0.0) - at) for (_, stream, _), at in zip(prepared, sent, strict=True))
 
     def _read(self, calls: Sequence[tuple[FrameClient, ReceivedStream]]) -> None:
-        """To the end of all."""
         with selectors.DefaultSelector() as waiting:
             for client, _ in calls:
                 waiting.register(client.socket, selectors.EVENT_READ, client)
@@ -207,13 +203,12 @@ class BurstCallers:
             raise RuntimeError(f"calls ended with {bad}")
 
     def close(self) -> None:
-        """Hangs up."""
         for client in self._clients:
             client.close()
 
 
 def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) -> dict[int, list[list[float]]]:
-    """By number of prompts, the first tokens of each burst. A server of its own."""
+    """Returns by number of prompts the first tokens of each burst. A server of its own."""
     found: dict[int, list[list[float]]] = {count: [] for count in given.together}
     with (
         own_server.server(flags, tree) as server,
@@ -228,8 +223,8 @@ def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) 
 
 
 def bursts_main(argv: Sequence[str] | None = None) -> int:
-    """First tokens of prompts that come together to a server that has been idle, as bare sockets see them. Prints a
-    table and ends in one JSON line.
+    """Measures first tokens of prompts that arrive together at a server that has been idle, as bare sockets see them.
+    Prints a table and ends in one JSON line.
 
         python -m bench.start bursts --model bench/models/qwen3-0.6b --load-format=dummy
         git worktree add ../before COMMIT && python -m bench.start bursts --engine=fake --beside ../before

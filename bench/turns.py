@@ -1,4 +1,4 @@
-"""Rounds of the engine's own loop, one a line of stdin: what `whippet bench compare` interleaves.
+"""Runs rounds of the engine's own loop, one a line of stdin: what `whippet bench compare` interleaves.
 
     python bench/turns.py --model models/demo
 
@@ -24,8 +24,8 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class RoundFigures:
-    """Of one round. A step's time is the first quartile of its steps: what others on the machine add, they add to some
-    steps only, while a change of the code adds to all."""
+    """Figures of one round. A step's time is the first quartile of its steps: other load on the machine slows some
+    steps only, while a change of the code slows all."""
 
     step_us: float
     tokens_per_second: float
@@ -58,8 +58,6 @@ def round_of(
 
 
 class LocalModel:
-    """A model in this process, and the requests of a round."""
-
     def __init__(
         self, model: str, rows: int, tokens: int, load_format: str = "auto", threads: int | None = None
     ) -> None:
@@ -75,12 +73,11 @@ class LocalModel:
         gc.freeze()  # as an engine process does
 
     def round(self, clock: Clock = time.perf_counter) -> RoundFigures:
-        """One round, with prompts of its own."""
         scheduler = self.scheduler()
         return round_of(scheduler, self.runner, lambda: self.admit(scheduler), self._tokens, self._rows, clock)
 
     def scheduler(self) -> Any:
-        """A new one, of whatever tree runs."""
+        """Makes a scheduler of the running tree."""
         from engine.kv.page_pool import PagePool
         from engine.scheduling.limits import Limits
         from engine.scheduling.scheduler import Scheduler
@@ -115,7 +112,7 @@ class LocalModel:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Says `ready`, then answers every line with a round."""
+    """Prints `ready`, then answers every line with a round."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")

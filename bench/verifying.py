@@ -1,5 +1,5 @@
-"""Verifying steps on a GPU with random weights of real shapes: what k checked guesses cost beside a plain step, and
-tokens a second where a set share of the guesses is right.
+"""Measures verifying steps on a GPU with random weights of real shapes: what k checked drafts cost beside a plain step,
+and tokens a second where a set share of the drafts is right.
 
     python -m bench.verifying --model qwen3-0.6b --format bf16
     python -m bench.verifying --model mistral-7b --format int4 --draft
@@ -57,7 +57,7 @@ CHANCES = ((0.5, 3), (0.7, 3), (0.9, 3), (0.5, 7), (0.7, 7), (0.9, 7))  # that a
 
 @dataclass
 class Text:
-    """One sequence, and what the plain steps make of it."""
+    """One sequence, and the plain steps' tokens for it."""
 
     prompt: list[int]
     most: int  # tokens it may hold
@@ -66,12 +66,10 @@ class Text:
 
     @property
     def pages(self) -> int:
-        """Of a sequence."""
         return -(-self.most // 16)
 
     @property
     def all_pages(self) -> torch.Tensor:
-        """By sequence."""
         return torch.arange(self.streams * self.pages, dtype=torch.int32).view(self.streams, -1)
 
     def begin(self) -> tuple[SequenceTable, list[SequenceState]]:
@@ -114,7 +112,8 @@ def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights
 
 
 def round_costs(device: CapturedRounds, text: Text, group: int) -> list[float]:
-    """Microseconds of a round, back to back on the device, its host not asked, at places spread over the text."""
+    """Measures microseconds of verifying steps, back to back on the device, its host not asked, at places spread over
+    the text."""
     times: list[float] = []
     for done in range(0, TOKENS, TOKENS // 4):
         _, states = text.begin()
@@ -141,7 +140,7 @@ def row_state(state: SequenceState) -> RowState:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRun:
-    """A text made in rounds."""
+    """Figures of a text made in verifying steps."""
 
     tokens: int
     seconds: float
@@ -152,7 +151,7 @@ class VerifyRun:
 
 
 def run(device: CapturedRounds, text: Text, group: int) -> VerifyRun:
-    """The whole text, rounds launched ahead, the host reading along, until the first sequence has it."""
+    """Generates the whole text, steps launched ahead, the host reading along, until the first sequence has it."""
     table, states = text.begin()
     pipeline = RoundPipeline(device, table, text.most)
     verified: list[RoundTold] = []
@@ -175,12 +174,12 @@ def run(device: CapturedRounds, text: Text, group: int) -> VerifyRun:
 
 
 def expected(chance: float, drafts: int) -> float:
-    """Tokens a round brings."""
+    """Returns the expected tokens of a verifying step."""
     return sum(chance**i for i in range(drafts + 1))
 
 
 def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
-    """A draft model over the same pages."""
+    """Makes a draft model over the same pages."""
     spec = replace(DRAFT, vocabulary=vocabulary)
     weights = random_weights(spec, FORMATS["bf16"], pages, most)
     if two_pass.why_not(weights.head) is None:
@@ -189,7 +188,7 @@ def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
 
 
 def future_of(text: Text) -> torch.Tensor:
-    """What a forced draft knows."""
+    """Returns the tokens that a forced draft knows."""
     ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
     known = [*text.prompt, *text.plain]
     ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
@@ -204,7 +203,6 @@ def forced(
     plain: float,
     draft: DeviceDraft | None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the table."""
     ids = future_of(text)
     chances: Sequence[tuple[float, int]] = DRAFTED if draft else CHANCES
     if text.streams > 1:
@@ -233,7 +231,7 @@ def forced(
 def rounds_of(
     library: Kernels, weights: StepWeights, text: Text, future: Future | None, draft: DeviceDraft | None
 ) -> CapturedRounds:
-    """For as many sequences as there are of the text."""
+    """Makes graphs for as many sequences as there are of the text."""
     groups = GROUPS if text.streams == 1 else (SEVERAL[text.streams],)
     made = CapturedRounds(library, weights, text.most, future, draft, sequences=text.streams, groups=groups)
     made.build()
@@ -241,7 +239,6 @@ def rounds_of(
 
 
 def measure(model: str, form: str, context: int, drafted: bool, streams: int) -> dict[str, Any]:
-    """One model at one context."""
     launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
     most = context + TOKENS + 64
     pages = streams * -(-most // 16)
@@ -322,7 +319,6 @@ ROWS = {
 
 
 def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
-    """float32 [batch, vocabulary]."""
     noise = torch.randn(batch, vocabulary, device="cuda")
     if kind == "flat":
         return noise * 0.5
@@ -330,7 +326,7 @@ def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
 
 
 def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> tuple[Sampling, tuple[Launch, ...]]:
-    """The stages for a batch of rows that are all alike."""
+    """Returns the stages for a batch of rows that are all alike."""
     batch, vocabulary = logits.shape
     state = allocate_sampling(batch, vocabulary, logits.device)
     state.logits.copy_(logits)
@@ -346,7 +342,6 @@ def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> t
 def sampling_measure(
     library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int
 ) -> list[dict[str, object]]:
-    """One record a case."""
     records: list[dict[str, object]] = []
     for batch in batches:
         for kind in ("model", "flat"):
@@ -366,7 +361,7 @@ def sampling_measure(
 def measure_many(
     library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int
 ) -> list[dict[str, object]]:
-    """One record a case: all rows alike, by the kernel of many rows."""
+    """Measures rows that are all alike, by the kernel of many rows."""
     records: list[dict[str, object]] = []
     for batch in batches:
         for kind in ("model", "flat"):
@@ -388,7 +383,7 @@ def measure_many(
 
 
 def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: int) -> dict[str, float]:
-    """Microseconds of a step, by what its one row asks for."""
+    """Measures microseconds of a step, by the parameters of its one row."""
     longest = context + STEPS + 16
     weights = random_weights(SPECS[model], FORMATS["bf16"], -(-longest // 16), longest)
     bench = KernelBench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
@@ -405,7 +400,8 @@ def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: in
 
 
 def sampling_main() -> int:
-    """What the sampling stages add to a decode step, on a GPU: microseconds of the chain, and up to each stage.
+    """Measures what the sampling stages add to a decode step, on a GPU: microseconds of the chain, and up to each
+    stage.
 
         python -m bench.verifying sampling --vocabulary 151936 --batch 1 8
 

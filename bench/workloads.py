@@ -1,7 +1,7 @@
-"""What benches ask: sizes by name, arrivals, traces, prompts of real text; and the lists of records that files keep.
+"""Makes workloads of benches: sizes by name, arrivals, traces, prompts of real text; and keeps lists of records.
 
-`nN`: N requests at once, of so many tokens in and out. `firstN`: one of N tokens in and two out.
-`mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024 of 128 in and out.
+`nN`: N requests at once, of `prompt` tokens in and `tokens` out. `firstN`: one of N tokens in and two out. `mixed256`:
+256 of 100 to 1,024 in and out. `short1024`: 1,024 of 128 in and out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ NAMES = ("device", "model", "path", "workload", "revision", "flags")
 
 
 def workload(name: str, prompt: int, tokens: int) -> Work:
-    """By its name."""
     if name == "mixed256":
         generator = random.Random(5)
         return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
@@ -64,14 +63,12 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A question and its label."""
-
     text: str
     intent: str
 
 
 def read_blocks(path: Path) -> list[TraceRequest]:
-    """Mooncake's format, one JSON object a line. Raises ValueError."""
+    """Reads Mooncake's format, one JSON object a line. Raises ValueError."""
     rows = (json.loads(line) for line in _text(path).splitlines() if line.strip())
     try:
         return [
@@ -88,7 +85,7 @@ def read_blocks(path: Path) -> list[TraceRequest]:
 
 
 def read_labelled(path: Path, parts: Sequence[str] = ("test",)) -> list[Labelled]:
-    """CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
+    """Reads CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
     try:
         found: Any = json.loads(_text(path))
         return [Labelled(str(text), str(intent)) for part in parts for text, intent in found[part]]
@@ -103,21 +100,20 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Requests without times: all of one size, or those of a file over and over."""
+    """Makes requests without times: all of one size, or those of a file over and over."""
 
     prompt: int
     tokens: int
     read: tuple[LoadRequest, ...] = ()
 
     def take(self, count: int) -> list[LoadRequest]:
-        """Returns so many requests, numbered."""
         if not self.read:
             return [LoadRequest(number, self.prompt, self.tokens) for number in range(count)]
         return [msgspec.structs.replace(self.read[at % len(self.read)], number=at) for at in range(count)]
 
 
 def read_prompts(path: Path, tokens: int) -> tuple[LoadRequest, ...]:
-    """A text a line, or an object with `text` and, if it wants, `max_tokens`. Raises ValueError."""
+    """Reads a text a line, or an object with `text` and optionally `max_tokens`. Raises ValueError."""
     found: list[LoadRequest] = []
     for line in path.read_text().splitlines():
         if line.strip():
@@ -136,7 +132,7 @@ def of_workload(name: str, prompt: int, tokens: int) -> list[LoadRequest]:
 
 
 def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[LoadRequest]:
-    """Arrivals that do not wait for each other, so many a second on average."""
+    """Makes independent arrivals, `rate` a second on average."""
     generator, at, times = random.Random(seed), 0.0, list[float]()
     while (at := at + generator.expovariate(rate)) < seconds:
         times.append(at)
@@ -144,8 +140,8 @@ def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[Load
 
 
 def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[LoadRequest], int]:
-    """A block trace at its own times, so many times as fast, and how many of its requests are too long for the model.
-    Raises ValueError."""
+    """Returns a block trace at its own times, `speed` times as fast, and how many of its requests are too long for the
+    model. Raises ValueError."""
     trace = read_blocks(path)[:limit]
     fit = [one for one in trace if one.answer and one.tokens + one.answer <= max_context]
     if not fit:
@@ -157,7 +153,7 @@ def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> t
 
 
 def rates(text: str) -> Sequence[float]:
-    """`1,2.5,4`, all above zero. Raises ValueError."""
+    """Parses `1,2.5,4`, all above zero. Raises ValueError."""
     found = [float(part) for part in text.split(",")]
     if min(found) <= 0:
         raise ValueError
@@ -165,7 +161,7 @@ def rates(text: str) -> Sequence[float]:
 
 
 def counts(text: str) -> Sequence[int]:
-    """`1,2,4`, all above zero. Raises ValueError."""
+    """Parses `1,2,4`, all above zero. Raises ValueError."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 1:
         raise ValueError
@@ -180,8 +176,8 @@ OPENING = 800  # characters of a file, to be gone on with
 
 
 def modules() -> dict[str, str]:
-    """Held-out modules by name, without tests: some systems install none. An installed wheel has no list of what
-    the demo models learnt; there the first modules of some length serve."""
+    """Returns held-out modules by name, without tests: some systems install none. An installed wheel has no list of
+    what the demo models learnt; there the first modules of some length serve."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     try:
         from models.train.corpus import held_out_names, is_test
@@ -218,12 +214,12 @@ def _texts(name: str) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, length: int) -> str:
-    """About so many characters, without the last line break: that belongs to the next line's indentation."""
+    """Cuts about `length` characters, without the last line break: that belongs to the next line's indentation."""
     return text[start : text.rindex("\n", start, start + length)] if len(text) > start + length else text[start:]
 
 
 def _prose(text: str) -> str:
-    """A module's longest docstring."""
+    """Returns a module's longest docstring."""
     nodes = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     ]

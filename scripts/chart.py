@@ -1,4 +1,4 @@
-"""What of the chart follows from its values.yaml: the schema, and the table of its README.
+"""Generates from the chart's values.yaml its schema, and the table of its README.
 
     python scripts/chart.py [--check]    # `make chart`
 
@@ -128,7 +128,7 @@ RULES: dict[str, Schema] = {
 
 
 def leaves(values: Any, path: str = "") -> dict[str, Any]:
-    """Path → default, of everything that a user sets as one value."""
+    """Maps paths to defaults of everything that a user sets as one value."""
     if path not in RULES and isinstance(values, dict):
         return {
             leaf: value
@@ -139,7 +139,6 @@ def leaves(values: Any, path: str = "") -> dict[str, Any]:
 
 
 def shape(value: Any, path: str = "") -> Schema:
-    """The schema of one value."""
     if path in RULES:
         return RULES[path]
     if isinstance(value, dict):
@@ -153,7 +152,6 @@ def shape(value: Any, path: str = "") -> Schema:
 
 
 def schema(values: dict[str, Any]) -> str:
-    """The text of values.schema.json."""
     values_shape = shape(values)
     values_shape["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
     title = "Values of the chart whippet"
@@ -162,7 +160,8 @@ def schema(values: dict[str, Any]) -> str:
 
 
 def table(text: str, values: dict[str, Any]) -> str:
-    """The README's part, in the order of values.yaml. Every leaf has its comment, and every comment its leaf."""
+    """Returns the README's part, in the order of values.yaml. Every leaf has its comment, and every comment its
+    leaf."""
     defaults, lines, seen = leaves(values), [], set()
     for kind, name, words in re.findall(r"^ *## @(section|param) (\S+) ?(.*)$", text, re.MULTILINE):
         if kind == "section":
@@ -177,7 +176,6 @@ def table(text: str, values: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where something would change")
     check = parser.parse_args().check

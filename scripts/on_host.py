@@ -1,5 +1,5 @@
-"""torch's operations on tensors of a GPU, computed by the CPU: the tensors lie where they did, and kernels that are
-launched by other ways see them, but torch itself launches none and copies bytes alone.
+"""Computes torch's operations on tensors of a GPU by the CPU: the tensors stay where they are, and kernels launched by
+other ways see them, but torch itself launches none and only copies bytes.
 
 For tools that rewrite every kernel before it runs: torch's own take them minutes.
 """
@@ -18,10 +18,8 @@ _NO_KERNEL = ("empty", "new_empty", "empty_strided", "empty_like", "new_empty_st
 
 
 class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered."""
-
     def __init__(self, device: str, fetch: Copy, send: Copy) -> None:
-        """`device`: whose tensors are meant, by its type."""
+        """`device`: the type of device whose operations are computed here."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._fetch, self._send = device, fetch, send
 
@@ -44,7 +42,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(lambda one: self._there(one, call), made)
 
     def _there(self, made: Any, call: _HostOperation) -> Any:
-        """A result as the caller wants it: one of its own tensors, or a new one on the device."""
+        """Converts a result: one of the caller's own tensors, or a new one on the device."""
         if not isinstance(made, torch.Tensor) or id(made) in call.given:
             return made
         own = call.theirs.get(id(made))
@@ -68,7 +66,7 @@ class _HostOperation:
         self._held: list[torch.Tensor] = []  # so that no id comes twice
 
     def here(self, one: Any) -> Any:
-        """What stands for an argument."""
+        """Returns the argument's counterpart here."""
         if isinstance(one, torch.Generator) and one.device.type == self._device:
             return None
         if isinstance(one, torch.device) and one.type == self._device:
@@ -101,7 +99,6 @@ def _is_free(func: Any) -> bool:
 
 
 def on_gpu() -> OnHost:
-    """Of CUDA's tensors."""
     from cuda.bindings import driver
 
     def fetch(to: int, source: int, size: int) -> None:

@@ -1,4 +1,4 @@
-"""docs/operations/metrics.md: every metric family of the server, with the values of its labels."""
+"""Writes docs/operations/metrics.md: every metric family of the server, with the values of its labels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ NOTES: Mapping[str, str] = {
 
 
 def metrics_page() -> str:
-    """The whole page."""
     rows = (
         [f"`{exported(name, family)}`", family.kind, labels(family), text(name)] for name, family in FAMILIES.items()
     )
@@ -66,7 +65,7 @@ def metrics_page() -> str:
 
 
 def exported(name: str, family: MetricFamily) -> str:
-    """The name as Prometheus sees it, without the prefix."""
+    """Returns the name in Prometheus, without the prefix."""
     return f"{name}_total" if family.kind == "counter" else name
 
 
@@ -75,7 +74,7 @@ def labels(family: MetricFamily) -> str:
 
 
 def text(name: str) -> str:
-    """The family's sentence, its note, and the values of an event's label that are known in advance."""
+    """Returns the family's sentence, its note, and the values of an event's label that are known in advance."""
     known = next((event.known for event in EVENTS.values() if event.family == name and event.known), ())
     values = f"Values: {', '.join(f'`{value}`' for value in known)}." if known and name not in NOTES else ""
     return " ".join(filter(None, (FAMILIES[name].help, NOTES.get(name, ""), values)))

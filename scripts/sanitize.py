@@ -1,4 +1,4 @@
-"""The GPU tests of the kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
+"""Runs the GPU tests of the kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
 
     python -m scripts.sanitize                       # memcheck and racecheck of every file, four at a time
     python -m scripts.sanitize --tools memcheck --files tests/engine/kernels/test_gpu_step.py --cases 100
@@ -85,13 +85,13 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """Begins no test past the time, so that the tool can say what it found until then."""
+    """Begins no test past the time, so that the tool can report its findings."""
     if time.monotonic() > float(os.environ[_UNTIL]):
         item.session.shouldstop = "the time is up"
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of [0, count), evenly apart, the first and the last among them."""
+    """Returns at most `most` of [0, count), evenly apart, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / max(most - 1, 1)) for at in range(most)})
@@ -99,7 +99,7 @@ def spread(count: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SanitizerOutcome:
-    """What a tool said of a file."""
+    """Result of a tool on a file."""
 
     passed: list[str]
     failed: list[str]
@@ -112,7 +112,7 @@ class SanitizerOutcome:
 
 
 def outcome(tests: str, output: str) -> SanitizerOutcome:
-    """Of what pytest printed, and what the tool wrote."""
+    """Reads pytest's output and the tool's."""
     summaries = _SUMMARY.findall(output)
     findings = Counter(one[:160] for one in _FINDING.findall(output))
     return SanitizerOutcome(
@@ -121,8 +121,8 @@ def outcome(tests: str, output: str) -> SanitizerOutcome:
 
 
 def sanitize(tool: str, file: Path, given: argparse.Namespace) -> SanitizerOutcome:
-    """One file under one tool. Past its time no further test begins; what then still runs is ended with all it started:
-    the tool alone would leave the tests running."""
+    """Runs one file under one tool. Past its time no further test begins; a test that still runs is ended with all it
+    started: the tool alone would leave the tests running."""
     log, output = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
     command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={output}", "--print-limit=20", *given.option]
     # Ours have C names. torch's take most of the time, and are looked at elsewhere.
@@ -134,7 +134,7 @@ def sanitize(tool: str, file: Path, given: argparse.Namespace) -> SanitizerOutco
 
 
 def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -> None:
-    """The tests of a file that were asked for, under the command of a tool, or without one."""
+    """Runs the selected tests of a file, under the command of a tool, or without one."""
     command = [*tool, sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider"]
     command += ["--tb=short", "-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
     only = SMALL.get(file.stem, "") if given.only is None else given.only
@@ -156,7 +156,7 @@ def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every file ended and nothing was found."""
+    """Returns 0 where every file ended and nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--files", nargs="+", type=Path, default=sorted(Path().glob(FILES)))

@@ -15,12 +15,12 @@ OURS = "whippet-serve"
 
 
 def normal(name: str) -> str:
-    """As package URLs have it."""
+    """Normalizes a name as package URLs do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def component(package: Distribution) -> dict[str, Any]:
-    """A package and its licence, as far as it says one."""
+    """Describes a package and its licence, if it declares one."""
     metadata: Any = package.metadata  # an email.message.Message
     name, version = normal(metadata["Name"]), package.version
     url = f"pkg:pypi/{name}@{quote(version)}"
@@ -35,7 +35,7 @@ def component(package: Distribution) -> dict[str, Any]:
 
 
 def bill(packages: list[Distribution]) -> dict[str, Any]:
-    """In the order of names, each once; ours is what the others are parts of."""
+    """Lists packages by name, each once; ours contains the others."""
     parts = {one["bom-ref"]: one for one in map(component, packages)}
     ours = [one for one in parts.values() if one["name"] == OURS]
     return {

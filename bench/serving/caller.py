@@ -34,7 +34,7 @@ Turns = Iterator[tuple[LoadRequest, pb.GenerateStreamRequest]]
 
 
 def message(request: LoadRequest, job: LoadJob) -> pb.GenerateStreamRequest:
-    """An answer of exactly so many tokens, greedy, straight from the model."""
+    """Makes a greedy request for exactly `tokens` tokens, straight from the model."""
     asked = pb.GenerateStreamRequest(text=request.text)
     if not request.text:
         asked.token_ids.ids.extend(ids_of(request, job.vocabulary))
@@ -61,7 +61,7 @@ class LoadCaller:
         self._tenths: Counter[int] = Counter()
 
     async def run(self, job: LoadJob) -> JobResult:
-        """All of it, to the end of the last stream."""
+        """Runs the job to the end of the last stream."""
         self._gaps, self._tenths = Counter(), Counter()
         cpu, ended = time.process_time(), list[EndedRequest]()
         if job.streams:
@@ -123,12 +123,12 @@ def _due(request: LoadRequest) -> float:
 
 
 def _once(job: LoadJob) -> Turns:
-    """Messages are made beforehand, so that all streams can begin together."""
+    """Makes messages beforehand, so that all streams can begin together."""
     return iter([(request, message(request, job)) for request in job.requests])
 
 
 def _again_and_again(job: LoadJob) -> Turns:
-    """Each turn with prompts of its own."""
+    """Repeats the job, each turn with prompts of its own."""
     step = max(request.number for request in job.requests) + 1
     for turn in itertools.count():
         for request in job.requests:
@@ -143,7 +143,7 @@ async def _sleep_until(at: float) -> None:
 
 
 def _says_when(error: grpc.aio.AioRpcError) -> float | None:
-    """Seconds until one is to come again, where its details tell."""
+    """Returns the seconds until a retry, where the details have them."""
     trailers: Any = error.trailing_metadata() or ()
     data = dict(trailers).get("grpc-status-details-bin")
     if data is None:
@@ -168,8 +168,6 @@ _LEAD = 0.3  # seconds between telling a job and its beginning
 
 
 class Crew:
-    """Processes that call one server."""
-
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._processes = processes
 
@@ -177,17 +175,16 @@ class Crew:
         return len(self._processes)
 
     def warm(self, vocabulary: int) -> None:
-        """Opens their connections, with answers that nobody counts."""
+        """Opens their connections, with answers that are not counted."""
         self.together(
             [LoadJob(time.monotonic(), [LoadRequest(n, 4, 2) for n in range(8)], 4, vocabulary=vocabulary)] * len(self)
         )
 
     def run(self, job: LoadJob) -> list[JobResult]:
-        """Shared out among all."""
         return self.together(shared_out(job, len(self)))
 
     def together(self, jobs: Sequence[LoadJob]) -> list[JobResult]:
-        """At once, a process each."""
+        """Runs the jobs at once, a process each."""
         retry_info = list(zip(self._processes, jobs, strict=False))
         for process, job in retry_info:
             assert process.stdin is not None
@@ -205,13 +202,13 @@ def _answer(process: subprocess.Popen[bytes]) -> JobResult:
 
 
 def soon() -> float:
-    """When a job that is told now may begin."""
+    """Returns the time when a job that is sent now may begin."""
     return time.monotonic() + _LEAD
 
 
 @contextmanager
 def crew(address: str, token: str, processes: int) -> Iterator[Crew]:
-    """So many processes; they end with the block."""
+    """Starts `processes` processes; they end with the block."""
     words = [sys.executable, "-m", "bench.serving.caller", address, token]
     started: list[subprocess.Popen[bytes]] = []
     try:

@@ -1,5 +1,5 @@
-"""What a calling process is told and what it says, as lines of JSON. Times are seconds of the monotonic clock,
-which all processes of a machine share."""
+"""Defines the jobs and results of calling processes, as lines of JSON. Times are seconds of the monotonic clock, which
+all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadJob(msgspec.Struct, frozen=True):
-    """Requests for one process."""
-
     begin: float
     requests: list[LoadRequest]
     streams: int = 0  # at once; 0: each at its own time
@@ -62,20 +60,18 @@ class EndedRequest(msgspec.Struct, array_like=True):
 
     @property
     def accepted(self) -> bool:
-        """Something came: no refusal."""
+        """Whether anything but a refusal arrived."""
         return self.messages > 0 or self.finishes > 0
 
     @property
     def wrong(self) -> bool:
-        """Accepted or said to have gone well, but not ended exactly once with all its tokens."""
+        """Whether it was accepted or reported as good, but did not end exactly once with all its tokens."""
         if not self.accepted and self.code != "OK":
             return False
         return self.code != "OK" or self.finishes != 1 or self.late or self.tokens != self.wanted
 
 
 class JobResult(msgspec.Struct):
-    """Of one job."""
-
     ended: list[EndedRequest]
     gaps: dict[int, int]  # between messages of a stream, by `bucket`
     tenths: dict[int, int]  # tokens that came in each tenth of a second after the beginning
@@ -83,7 +79,7 @@ class JobResult(msgspec.Struct):
 
 
 def bucket(seconds: float) -> int:
-    """Where a duration is counted."""
+    """Returns the histogram's bucket of a duration."""
     return round(math.log(max(seconds, 1e-7)) / _STEP)
 
 
@@ -98,7 +94,6 @@ def counted_quantile(counts: dict[int, int], share: float) -> float:
 
 
 def summed(parts: Iterable[dict[int, int]]) -> dict[int, int]:
-    """Counts added up."""
     total: dict[int, int] = {}
     for part in parts:
         for at, count in part.items():
@@ -107,7 +102,7 @@ def summed(parts: Iterable[dict[int, int]]) -> dict[int, int]:
 
 
 def shared_out(job: LoadJob, processes: int) -> list[LoadJob]:
-    """The job cut for so many processes, streams and wishes evenly; fewer jobs where it has not enough streams."""
+    """Divides the job among processes, streams and requests evenly; fewer jobs where it has not enough streams."""
     parts = min(processes, job.streams) if job.streams else processes
     found = []
     for part in range(parts):
@@ -117,7 +112,7 @@ def shared_out(job: LoadJob, processes: int) -> list[LoadJob]:
 
 
 def ids_of(request: LoadRequest, vocabulary: int) -> Sequence[int]:
-    """Of its prompt. Never one of the first three, which models give a meaning."""
+    """Returns the prompt's ids. Never one of the first three, which models give a meaning."""
     room = vocabulary - 3
     if not request.blocks:
         return [3 + (request.number * 7919 + place * 104_729 + place * place) % room for place in range(request.prompt)]
@@ -151,7 +146,7 @@ class MachineCounters:
 
 @contextmanager
 def machine_counters(server: RunningServer | None) -> Iterator[MachineCounters]:
-    """What is used within the block."""
+    """Counts use of the machine within the block."""
     found = MachineCounters()
     before = (0.0, 0.0) if server is None else (cpu_seconds(server.pid), server.relays_cpu())
     sampler = _sampler()
@@ -167,7 +162,7 @@ def machine_counters(server: RunningServer | None) -> Iterator[MachineCounters]:
 
 
 def _samples(text: str) -> list[tuple[float, float]]:
-    """Of lines `2026/01/31 12:00:00.000, 97`."""
+    """Parses lines `2026/01/31 12:00:00.000, 97`."""
     found = []
     for line in text.splitlines():
         when, _, share = line.partition(",")
@@ -186,7 +181,7 @@ def _sampler() -> subprocess.Popen[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
-    """Rates are of `window` where there is one, else from the first request to the last token."""
+    """Results of a load. Rates are of `window` where there is one, else from the first request to the last token."""
 
     output_tokens_per_second: float
     requests_per_second: float
@@ -210,7 +205,7 @@ class LoadOutcome:
     extra: dict[str, object] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
-        """As kept: quantiles flat, by names that other benches use."""
+        """Returns the record: quantiles flat, by names that other benches use."""
         found: dict[str, object] = {}
         for name, value in asdict(self).items():
             if name == "extra":
@@ -225,7 +220,7 @@ class LoadOutcome:
 def outcome(
     parts: Sequence[JobResult], begin: float, seen: MachineCounters, window: tuple[float, float] | None = None
 ) -> LoadOutcome:
-    """Of all processes' shares of one load; `window` in seconds after its beginning."""
+    """Combines all processes' shares of one load; `window` in seconds after its beginning."""
     ended = [one for part in parts for one in part.ended]
     well = [one for one in ended if one.code == "OK" and not one.wrong]
     refused = [one for one in ended if not one.accepted and one.code in REFUSED]

@@ -40,7 +40,6 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def message(question: OracleQuestion, **fields: Any) -> pb.GenerateStreamRequest:
-    """A greedy request of text."""
     asked = pb.GenerateStreamRequest(text=question.prompt, **fields)
     asked.stopping.max_tokens = TOKENS
     asked.sampling.temperature = 0.0
@@ -52,13 +51,12 @@ def bearer(token: str) -> Metadata:
 
 
 def stub_of(channel: grpc.aio.Channel) -> Any:
-    """Generated, without types."""
+    """Returns the generated stub, which has no types."""
     make: Any = GenerationServiceStub
     return make(channel)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own."""
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
@@ -86,13 +84,14 @@ async def oracle(address: str, tenants: Sequence[str], each: int) -> tuple[list[
 
 
 def prompts(tenant: str) -> Iterator[str]:
-    """Short, so that each is fed whole whoever comes with it. They begin alike, so that pages are shared."""
+    """Yields short prompts, so that each is fed whole whatever runs beside it. They begin alike, so that pages are
+    shared."""
     for verb, noun in itertools.product(VERBS, NOUNS):
         yield f"# for {tenant}, who wants something short and without comments\ndef {verb}_{noun}("
 
 
 def pushback(error: grpc.aio.AioRpcError) -> int:
-    """Milliseconds until a caller may come again."""
+    """Returns the milliseconds until a caller may retry."""
     trailers: Any = error.trailing_metadata()
     pushback = [value for name, value in trailers if name == "grpc-retry-pushback-ms"]
     return int(pushback[0]) if pushback else 0
@@ -104,7 +103,7 @@ def _unary(asked: pb.GenerateStreamRequest) -> pb.GenerateRequest:
 
 @dataclass(slots=True)
 class _CallSeen:
-    """What came of one call so far."""
+    """Results of one call so far."""
 
     texts: list[str] = field(default_factory=list)
     finishes: int = 0
@@ -123,8 +122,7 @@ class _CallSeen:
 
 
 class SoakCallers:
-    """So many callers of one server at once, until they are told to stop. Events are in the order in which they saw
-    them."""
+    """Runs callers of one server at once, until they are stopped. Events are in the order in which callers saw them."""
 
     def __init__(self, address: str, questions: list[OracleQuestion], guest: str, count: int) -> None:
         self.events: list[Event] = []

@@ -1,6 +1,6 @@
-"""What was asked, how it ended, and whether that is what callers are promised. Knows no gRPC and no clock.
+"""Checks histories of requests against what callers are promised. Knows no gRPC and no clock.
 
-A history is a list of events in the order in which callers saw them. `verdict` holds it against an oracle: the answers
+A history is a list of events in the order in which callers saw them. `verdict` compares it with an oracle: the answers
 to the same questions, each asked alone while nothing was wrong.
 """
 
@@ -28,7 +28,7 @@ PROMISED = frozenset({"unary", "stream", "slow", "guest", "leaves", "hurries"}) 
 
 @dataclass(frozen=True, slots=True)
 class OracleQuestion:
-    """A prompt of one tenant, and what the oracle says."""
+    """A prompt of one tenant, and the oracle's answer."""
 
     tenant: str
     prompt: str
@@ -37,8 +37,6 @@ class OracleQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A request was sent."""
-
     number: int
     kind: str
     question: OracleQuestion
@@ -46,7 +44,7 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class EndedCall:
-    """Its call was over, as the caller saw it."""
+    """End of a call, as the caller saw it."""
 
     number: int
     code: str
@@ -61,7 +59,7 @@ Event = Began | EndedCall
 
 @dataclass(slots=True)
 class SoakVerdict:
-    """What is wrong, a sentence each, and how many requests there were by kind and code."""
+    """A sentence for each fault, and how many requests there were by kind and code."""
 
     faults: list[str] = field(default_factory=list)
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -72,7 +70,7 @@ class SoakVerdict:
 
 
 def verdict(events: Iterable[Event], questions: Sequence[OracleQuestion]) -> SoakVerdict:
-    """Every request that began has ended once, in a way that is documented, and with no text but its own."""
+    """Checks that every request that began has ended once, in a documented way, and with no text but its own."""
     found = SoakVerdict()
     owners = {question.answer: question for question in questions}
     began: dict[int, Began] = {}
