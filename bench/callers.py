@@ -1,8 +1,8 @@
-"""Runs callers in a process of their own, as many as its standard input asks for, who retry when a refusal permits.
+"""Runs callers in a process of their own, as many as its standard input asks for, which retry when a refusal permits.
 
     python -m bench.callers ADDRESS TOKEN TOKENS
 
-A line with a number lets so many call from then on; `report` prints one line of JSON of all calls since the last one.
+A line with a number sets how many call from then on; `report` prints one line of JSON of all calls since the last one.
 """
 
 from __future__ import annotations

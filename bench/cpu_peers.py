@@ -4,7 +4,7 @@
 
 `--folder` is the GGUF file converted to 16 bits (`whippet convert`); `--peer` an interpreter with llama-cpp-python, or
 none. Its files in 16 and 8 bits are made of the same one, into `--work`. Ours runs twice in each round: with the
-walk in C, and with torch's walk, which is what it was before. Nobody speculates. The rate of a turn is that of the step
+walk in C, and with torch's walk, which is what it was before. No engine speculates. The rate of a turn is that of the step
 which a quarter of its steps are faster than, in both engines, so that a busy machine shows less.
 """
 

@@ -4,10 +4,10 @@
     python -m bench.serve --target localhost:50051 --rate 5,10,20 --seconds 60 --plot found.svg
 
 Starts a server of its own, which gets all flags that are not ours, or calls one that runs. `--workloads` are those of
-`bench.workloads`, all requests at once; `--concurrency` so many streams, each asking again when it was answered;
+`bench.workloads`, all requests at once; `--concurrency` that many streams, each asking again when it was answered;
 `--rate` Poisson arrivals, and a first token's time counts from when its request was due; `--trace` a block trace at its
 own times. The gates: `--overload 5` asks five times the peak measured just before; `--interactive` runs one stream
-alone and beside a flood of background ones. Callers are processes of their own, whose use of the processor is told.
+alone and beside a flood of background ones. Callers are processes of their own, whose use of the processor is printed.
 """
 
 from __future__ import annotations

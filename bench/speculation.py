@@ -4,7 +4,7 @@ prompts.
     python -m bench.speculation --model models/demo --draft-model models/demo-draft
 
 Three parts. `texts`: sets of prompts of real text, one stream, drafts as long as the engine finds that
-they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table foretell. `streams`: several
+they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table predict. `streams`: several
 at once, and one that copies beside seven that ask for no drafts. Greedy. On one thread of a CPU the clock is
 that thread's own, which others on the machine do not disturb. Answers are compared, id for id.
 """

@@ -1,7 +1,5 @@
-"""Token windows to calibrate on and to judge with: from a text file, or sampled from the model itself.
-
-calibration.txt is what is taken where no text is named. SmolLM2-135M-Instruct wrote it (`scripts/calibration_text.py`).
-"""
+"""Makes token windows to calibrate on and to evaluate with: from a text file, or sampled from the model itself. Without
+a text, calibration.txt is used. SmolLM2-135M-Instruct wrote it (`scripts/calibration_text.py`)."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ def kept_bytes(config: ModelConfig) -> int:
 
 
 def split(windows: torch.Tensor, held_out: int) -> Windows:
-    """Every so many-th window is held out, so that both parts see all of the text."""
+    """Holds out windows at regular intervals, so that both parts see all of the text."""
     if not 0 < held_out < len(windows):
         raise CannotQuantize(f"the text gives {len(windows)} windows, too few to hold {held_out} out: give more text")
     places = torch.linspace(0, len(windows) - 1, held_out).round().long()

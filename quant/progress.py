@@ -63,5 +63,5 @@ class Lines:
 
 
 def progress_display() -> Bars | Lines:
-    """As stderr is."""
+    """Chooses bars or lines by whether stderr is a terminal."""
     return Bars() if sys.stderr.isatty() else Lines()

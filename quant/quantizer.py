@@ -188,7 +188,7 @@ def _recipe(
 def _plan(
     decoder: Decoder, options: QuantizeOptions, windows: Windows, job: QuantizeJob, progress: Progress
 ) -> BitPlan:
-    """Which linears have eight bits: as an earlier run of the job found, or as the model's own answers say."""
+    """Returns which linears have eight bits: from an earlier run of the job, or from the model's own answers."""
     noted = job.noted("plan")
     if noted is None:
         noted = asdict(_new_plan(decoder, options, windows, progress))

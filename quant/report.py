@@ -102,7 +102,7 @@ def _verdict(found: Comparison) -> str:
 
 
 def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row a layer: the layer's own error, then each linear's. Other packages tell nothing of layers."""
+    """Formats a row per layer: the layer's own error, then each linear's. Other packages report no layers."""
     if not layers:
         return []
     names = [loss["name"] for loss in layers[0]["linears"]]

@@ -37,7 +37,6 @@ class TorchFile:
     """`tensor` gives a view of the file that is good until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadFile."""
         self.path = path
         try:
             with open_regular(path) as opened:

@@ -1,4 +1,4 @@
-"""What a checkpoint of torch says it holds, read without unpickling.
+"""Reads the contents of a checkpoint of torch without unpickling.
 
 Its description is a program for pickle's machine. Here the program is taken apart into data: a name that it wants to
 import is compared with the few that tensors are described with, and nothing is ever imported or called.

@@ -59,8 +59,6 @@ def entry_digests(partitions: Partitions, question: Question, limits: Sequence[i
 
 
 class ExactCache:
-    """Implements `ResponseCache`."""
-
     def __init__(self, context: CacheContext, settings: ResponseSettings) -> None:
         self._store = context.store
         self._partitions = context.partitions

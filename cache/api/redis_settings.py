@@ -84,7 +84,7 @@ def _host(parts: SplitResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """Parses `[user@]host[:port],host[:port],…`"""
+    """Sentinels as `[user@]host[:port],host[:port],…` gives them."""
 
     addresses: tuple[Address, ...]
     user: str = ""

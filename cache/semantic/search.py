@@ -79,8 +79,6 @@ def _nothing() -> None:
 
 
 class SimilarCache:
-    """Implements `SemanticCache`."""
-
     def __init__(
         self,
         context: CacheContext,

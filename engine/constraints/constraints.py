@@ -256,7 +256,6 @@ class Constraints:
     # Called by the processes
 
     def on_answer(self, process: ConstraintProcess, answer: Answer) -> None:
-        """Implements `processes.ProcessListener`."""
         held = self._by_number.get(answer.key)
         if held is None or held.process is not process:
             return

@@ -62,8 +62,6 @@ def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: A
 
 
 class FakeRunner:
-    """Implements engine.scheduling.plan.Runner."""
-
     def __init__(self, settings: EngineSettings, constraints: Constraints | None = None) -> None:
         fake = settings.fake
         self._constraints = constraints or Constraints(settings.model)

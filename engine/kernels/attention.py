@@ -104,7 +104,7 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
 
 
 def most_splits(tokens: int) -> int:
-    """Into how many parts the kernel splits a context of so many tokens or fewer, at most."""
+    """Returns the most parts into which the kernel splits a context of up to `tokens` tokens."""
     pages = -(-tokens // PAGE)
     return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """A source does not compile here; says which and what the compiler said."""
+    """A source does not compile here; the text names it and has the compiler's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,6 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded kernel."""
-
     name: str
     parameters: tuple[Parameter, ...]
     handle: Any  # cuda.core's
@@ -234,7 +232,6 @@ class WantedKernels:
         self._parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """As `Kernels`."""
         definitions = tuple(sorted(defines.items()))
         found = self._given.get((name, entry, definitions))
         if found is None:
@@ -268,7 +265,8 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Of a source that is compiled ahead, once it is; else compiled here. Raises BuildError, which names it."""
+        """Loads a source that is compiled ahead, once it is; else compiles it here. Raises BuildError, which names
+        it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()

@@ -46,7 +46,7 @@ def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> Division:
 
 
 def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> Division:
-    """Into tiles of so many rows."""
+    """Divides a product into tiles of `tile` rows."""
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS - _RESULTS) // _stage_bytes(tile))
     clusters = gpu.multiprocessors // _PEERS
     room = _waves(tile, tokens, half, gpu) * clusters * _PEERS * _TOKENS * tile
@@ -54,7 +54,6 @@ def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> Division:
 
 
 def _tiles(tile: int, tokens: int, half: int) -> int:
-    """Of clusters."""
     return _ceil(tokens, _PEERS * _TOKENS) * _ceil(half, tile // 2)
 
 
@@ -63,7 +62,7 @@ def _waves(tile: int, tokens: int, half: int, gpu: GpuShape) -> int:
 
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape) -> str | None:
-    """Why the kernel does not multiply so many tokens by it, or None. weight bfloat16 [2 · half, columns]."""
+    """Returns why the kernel does not multiply this many tokens by it, or None. weight bfloat16 [2 · half, columns]."""
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     half, columns = weight.shape[0] // 2, weight.shape[1]

@@ -41,7 +41,7 @@ class Verified:
 
 
 def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device) -> Verified:
-    """State of so many sequences, all of them nobody's."""
+    """Makes the state of sequences, all of them free."""
 
     def integers(*size: int, value: int = 0) -> torch.Tensor:
         return torch.full(size, value, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Keeps plain copies of four- and eight-bit weights, for products with so many rows that arithmetic and not the reading
+"""Keeps plain copies of four- and eight-bit weights, for products with many rows, where arithmetic and not the reading
 of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class Format:
 
     @property
     def name(self) -> str:
-        """Returns `ModelInfo.weight_format`."""
         return INT8 if self.int8 else format_name(self.spec)
 
 

@@ -1,4 +1,4 @@
-"""Whether a folder's tensors are those of its config and its format, as far as their headers tell."""
+"""Checks by their headers that a folder's tensors are those of its config and its format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BELONGING = "use the config.json that belongs to the weights"
 
 
 class Listing(Protocol):
-    """What the headers of a folder's weights tell."""
+    """Headers of a folder's weights."""
 
     folder: Path
 

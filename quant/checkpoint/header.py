@@ -1,4 +1,4 @@
-"""The header of one safetensors file: what it says the file holds, checked against the file's length."""
+"""Reads the header of one safetensors file, and checks it against the file's length."""
 
 from __future__ import annotations
 

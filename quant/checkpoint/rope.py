@@ -1,4 +1,4 @@
-"""How positions are turned into angles, as a config says it; `quant.checkpoint.angles` computes them."""
+"""Reads from a config how positions become angles; `quant.checkpoint.angles` computes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its own quantization, and which layers that covers."""
+"""Reads a checkpoint's description of its own quantization, and which layers that covers."""
 
 from __future__ import annotations
 

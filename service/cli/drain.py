@@ -1,7 +1,7 @@
 """Takes a running server out of service, or back into it: `whippet drain`, for hooks before a stop, and operators.
 
 Exit codes: 0 done: with --wait drained, without it begun; 1 where requests were still live when the time was over;
-2 for a command line that makes no sense; 3 where nobody answers in time; 64 and the gRPC code for a refusal; 130 for
+2 for a command line that makes no sense; 3 where no answer comes in time; 64 and the gRPC code for a refusal; 130 for
 ctrl-C, which ends the wait and not the drain.
 """
 

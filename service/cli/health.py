@@ -1,6 +1,6 @@
 """Asks a server whether it serves, for probes and scripts: `whippet health`.
 
-Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where nobody answers in time; 64 and
+Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where no answer comes in time; 64 and
 the gRPC code for a refusal; 130 for ctrl-C.
 """
 

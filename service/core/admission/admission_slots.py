@@ -152,8 +152,8 @@ class AdmissionSlots:
         return self._read.count >= _READ / 2
 
     def check_unread(self, tenant: str) -> None:
-        """Raises Overloaded before the request is read, knowing only its tenant, where so many were refused lately that
-        any further request would be."""
+        """Raises Overloaded before the request is read, knowing only its tenant, where further requests would be
+        refused in any case."""
         if self.full and self._read.count >= _READ and self._queue.longest(tenant, Priority.INTERACTIVE) is None:
             raise self._queue_full()
 

@@ -66,7 +66,6 @@ class AnswerParser:
 
 
 def _flagged(found: Parsed) -> Parsed:
-    """Removes the markers."""
     if found.text.isascii() and found.reasoning.isascii():
         return found
     return found._replace(text=found.text.translate(_MARKERS), reasoning=found.reasoning.translate(_MARKERS))

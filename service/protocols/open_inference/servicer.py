@@ -41,7 +41,7 @@ class _Pieces:
 
 
 class OpenInferenceServicer:
-    """Implements inference.GRPCInferenceService."""
+    """Implements the service inference.GRPCInferenceService."""
 
     def __init__(self, cases: UseCases, inbox: Inbox, watch: StallWatch, observers: Observers) -> None:
         self._cases = cases

@@ -60,7 +60,7 @@ class _Outlet:
 
 
 class VllmEngineServicer:
-    """Implements vllm.grpc.engine.VllmEngine."""
+    """Implements the service vllm.grpc.engine.VllmEngine."""
 
     def __init__(self, cases: UseCases, watch: StallWatch) -> None:
         self._cases = cases

@@ -43,7 +43,7 @@ class StreamOutlet:
 
 
 class GenerationServicer:
-    """Implements whippet.v1.GenerationService."""
+    """Implements the service whippet.v1.GenerationService."""
 
     def __init__(self, generator: Generator, tokenization: Tokenization, model: ServedModel, watch: StallWatch) -> None:
         self._generator = generator
@@ -80,7 +80,7 @@ class GenerationServicer:
 
 
 class ModelServicer:
-    """Implements whippet.v1.ModelService."""
+    """Implements the service whippet.v1.ModelService."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -94,7 +94,7 @@ class ModelServicer:
 
 
 class AdminServicer:
-    """Implements whippet.v1.AdminService."""
+    """Implements the service whippet.v1.AdminService."""
 
     def __init__(self, cases: UseCases) -> None:
         self._cases = cases

@@ -30,8 +30,6 @@ else:
 
 
 class Stoppable(Protocol):
-    """Interface of grpc.aio.Server."""
-
     async def stop(self, grace: float | None) -> None: ...
 
 
