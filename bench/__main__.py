@@ -34,7 +34,7 @@ PARTS = {
         "bench.decode:command", "one stream: tokens a second, gaps, first token, memory, roofline", True
     ),
     "serve": BenchPart(
-        "bench.serve:command", "load over gRPC: so many streams, arrivals, traces, files of prompts", True
+        "bench.serve:command", "load over gRPC: streams, arrivals, traces, files of prompts", True
     ),
     "offline": BenchPart("bench.offline:command", "many requests at once in the engine, without gRPC"),
     "speculation": BenchPart("bench.live:speculation", "drafts: with and without, in turns", True),

@@ -113,7 +113,7 @@ def of_files(paths: Sequence[Path]) -> tuple[list[Change], dict[str, Any]]:
     if one["settings"].get("model") != two["settings"].get("model"):
         raise ValueError(f"models: {one['settings'].get('model')} and {two['settings'].get('model')}")
     if not one["samples"] or not two["samples"]:
-        raise ValueError("a result without rounds says nothing of noise; run it again with --rounds 5 or more")
+        raise ValueError("a result without rounds cannot show noise; run it again with --rounds 5 or more")
     figures = {"before": one["revision"], "after": two["revision"], "codes": [one["code"], two["code"]]}
     return changes(samples_of(one), samples_of(two), paired=False), figures
 

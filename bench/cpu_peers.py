@@ -4,8 +4,8 @@
 
 `--folder` is the GGUF file converted to 16 bits (`whippet convert`); `--peer` an interpreter with llama-cpp-python, or
 none. Its files in 16 and 8 bits are made of the same one, into `--work`. Ours runs twice in each round: with the
-walk in C, and with torch's walk, which is what it was before. No engine speculates. The rate of a turn is that of the step
-which a quarter of its steps are faster than, in both engines, so that a busy machine shows less.
+walk in C, and with torch's walk, which is what it was before. No engine speculates. The rate of a turn is that of the
+step which a quarter of its steps are faster than, in both engines, so that a busy machine shows less.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, help="begin no round after so many")
+    parser.add_argument("--seconds", type=float, help="begin no round after this time")
     arguments = parser.parse_args()
     peer = LlamaCppPeer(arguments.peer) if arguments.peer else None
     found = arms(arguments, peer)

@@ -32,7 +32,7 @@ from engine.kv.page_pool import PagePool
 from engine.settings import EngineSettings
 from engine.worker.build import build
 
-STREAMS = (1, 8, 16, 64)  # at once; as many as the engine takes unless it is told otherwise
+STREAMS = (1, 8, 16, 64)  # at once; as many as the engine takes unless set otherwise
 Arm = Callable[[], float]  # one turn → tokens per second
 
 

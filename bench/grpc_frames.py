@@ -46,7 +46,7 @@ class FrameClient:
         self.streams: dict[int, ReceivedStream] = {}
         self.messages = 0
         self.ended = 0
-        self.last_stream: int | None = None  # that the server says it will answer, once it has said GOAWAY
+        self.last_stream: int | None = None  # that the server will answer, once it has sent GOAWAY
         self._authority = address
         self._now = now
         self._on_message = on_message

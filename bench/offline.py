@@ -41,7 +41,7 @@ from engine.worker.build import build
 
 _PROFILED = 40  # steps
 _BESIDE, _OTHERS, _APART = 128, 16, 40  # tokens in; those that come beside streams, and tokens of a stream between them
-_PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are watched
+_PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are profiled
 SAMPLINGS = {
     "greedy": GREEDY,
     "top-k": replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95),
@@ -130,7 +130,7 @@ def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tu
                 break
             made += sum(len(event.token_ids) for event in scheduler.commit(plan, runner.run(plan), 0.0))
         torch.cuda.synchronize()
-    return kernels(found, f"wall a step, {rows} rows, watched", time.monotonic() - began, made / rows)
+    return kernels(found, f"wall a step, {rows} rows, profiled", time.monotonic() - began, made / rows)
 
 
 def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, float]]:
@@ -151,7 +151,7 @@ def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, 
     with watch(activities=[ProfilerActivity.CUDA]) as found:
         runner.run(first_plan)
         torch.cuda.synchronize()
-    return kernels(found, f"wall a pass of {_PASS} tokens, watched", time.monotonic() - began, _PASSES)
+    return kernels(found, f"wall a pass of {_PASS} tokens, profiled", time.monotonic() - began, _PASSES)
 
 
 def kernels(found: Any, name: str, seconds: float, steps: float) -> list[tuple[str, float, float]]:
@@ -268,8 +268,8 @@ _ID = RowResult((5,))
 class StepTimes:
     """Holds the measured times of steps of one model on one GPU, in ms."""
 
-    rows: tuple[tuple[int, float], ...]  # of a step of so many rows, each with CONTEXT tokens
-    prompts: tuple[tuple[int, float], ...]  # of a pass of so many tokens
+    rows: tuple[tuple[int, float], ...]  # rows → ms of a step, each row with CONTEXT tokens
+    prompts: tuple[tuple[int, float], ...]  # tokens → ms of a pass
     token_bytes: int  # keys and values of one token, in all layers
 
     def step(self, rows: int, context: int) -> float:

@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
     parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
-    parser.add_argument("--rates", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
+    parser.add_argument("--rates", type=int, nargs="*", default=[25_000], help="prefill rates for the gate")
     arguments = parser.parse_args()
     with shared() as redis:
         first = first_tokens(arguments.model, arguments.rounds, arguments.threads, redis)

@@ -177,7 +177,7 @@ class HitReport:
     hits: dict[str, int]  # verdict → count
     wrong: dict[str, int]
     outcomes: dict[str, int]  # every verdict, hits or not
-    latency: dict[str, tuple[int, float, float]]  # up to so many tokens → count, p50, p95 in seconds
+    latency: dict[str, tuple[int, float, float]]  # most tokens → count, p50, p95 in seconds
 
     @property
     def rate(self) -> float:

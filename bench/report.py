@@ -17,7 +17,7 @@ from bench.result import load
 
 Lines = Mapping[str, Sequence[float | None]]
 _WIDE, _HIGH, _LEFT, _FOOT = 540, 260, 64, 46
-# Told apart by those who see colours otherwise too; each line has its own dashes as well.
+# Distinct for readers who see colours otherwise too; each line has its own dashes as well.
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#6e7781")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4")
 

@@ -209,7 +209,7 @@ class SpeculationRun:
 
     tokens: int
     seconds: float
-    steps: tuple[tuple[int, int], ...]  # of one stream: so many, and tokens drafted in each
+    steps: tuple[tuple[int, int], ...]  # of one stream: how many, and tokens drafted in each
     proposed: int
     accepted: int
     ids: tuple[tuple[int, ...], ...]

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context", type=int)
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--ahead", type=Path, metavar="FOLDER", help="what `whippet prebuild` made; a third case")
-    parser.add_argument("--part", choices=("engine", "server"), help="both unless said")
+    parser.add_argument("--part", choices=("engine", "server"), help="default: both")
     return parser
 
 

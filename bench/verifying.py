@@ -243,7 +243,7 @@ def measure(model: str, form: str, context: int, drafted: bool, streams: int) ->
     most = context + TOKENS + 64
     pages = streams * -(-most // 16)
     weights = random_weights(SPECS[model], FORMATS[form], pages, most)
-    for layer in weights.layers:  # the prompt's, which nobody computes: of each sequence the same
+    for layer in weights.layers:  # the prompt's, which are not computed: of each sequence the same
         for kept in (layer.attention.keys, layer.attention.values):
             by_sequence = kept.view(streams, -1, *kept.shape[1:])
             by_sequence[1:] = by_sequence[:1]
@@ -259,7 +259,7 @@ def measure(model: str, form: str, context: int, drafted: bool, streams: int) ->
     library.compile_ahead(wanted.sources)
     rounds = rounds_of(library, weights, text, None, None)
     plain = plain_steps(library, launcher, weights, text)
-    wrong = rounds_of(library, weights, text, Future(future_of(text), 0.0), draft)  # so that each brings one token
+    wrong = rounds_of(library, weights, text, Future(future_of(text), 0.0), draft)  # so that each adds one token
     places = {group: round_costs(wrong, text, group) for group in groups}
     cost = {group: statistics.mean(times) for group, times in places.items()}
     wrong.close()

@@ -35,7 +35,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
-    STOP_STRING = "stop_string"  # said by the front alone: the engine knows no text
+    STOP_STRING = "stop_string"  # used by the front alone: the engine knows no text
 
 
 class EngineState(enum.StrEnum):
@@ -208,7 +208,7 @@ class ModelInfo:
     weights_digest: str  # SHA-256, hexadecimal
     texts_digest: str = ""  # of the files that decide how text and ids become each other; empty without a folder
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
-    max_tokens_per_row: int = 1  # most ids that a step brings a sequence
+    max_tokens_per_row: int = 1  # most ids that a step adds to a sequence
     unused: tuple[Unused, ...] = ()
     draft_model: str = ""  # its folder's name; empty where there is none
     proposers: tuple[ProposerInfo, ...] = ()
@@ -232,7 +232,7 @@ class EngineLoad:
     paused: int = 0
     most_running: int = 0  # that may run at once now; 0: not known
     used_pages: int = 0  # that live sequences need
-    kept_pages: int = 0  # that nobody needs now, kept for prompts that begin alike
+    kept_pages: int = 0  # that are unused now, kept for prompts that begin alike
     total_pages: int = 0
     steps: int = 0
     begun: int = 0  # sequences that had their first token

@@ -71,7 +71,7 @@ class ModelOptions:
     )
     seed: int = setting(0, "of dummy weights", ge=0)
     draft_model: str | None = setting(
-        None, "folder of a smaller model with the same tokenizer, which guesses what the model will say"
+        None, "folder of a smaller model with the same tokenizer, which drafts what the model will answer"
     )
 
 
@@ -136,7 +136,7 @@ class FakeSettings:
     step_time: float = setting(0.0, "seconds a step takes", ge=0, le=60)
     tokens_per_step: int = setting(1, "that a sequence gets", ge=1, le=1024)
     faults: bool = setting(False, "obey prompts that break things, for tests")
-    stamps: bool = setting(False, "log-probabilities say when an id was made, for measuring the front")
+    stamps: bool = setting(False, "log-probabilities carry the time when an id was made, for measuring the front")
 
 
 @dataclass(frozen=True, kw_only=True)

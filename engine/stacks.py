@@ -18,7 +18,7 @@ from pathlib import PurePath
 from types import CodeType, FrameType
 
 HERTZ = 100
-MOST_BYTES = 4 * 1024 * 1024  # of the text; the rarest stacks are left out, and their number is told
+MOST_BYTES = 4 * 1024 * 1024  # of the text; the rarest stacks are left out, and their number is given
 _MOST_STACKS = 20_000  # kept apart; others are counted as one
 _DEEPEST = 128  # frames of a stack, innermost ones first
 _CUT = "(outer frames left out)"

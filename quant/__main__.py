@@ -36,7 +36,7 @@ _CONVERT = (
     "(pytorch_model.bin, .pth, .pt, .ckpt), which are never unpickled, so that no code in them runs. The folder "
     "appears whole or not at all."
 )
-_MAKER_CODES = "Exit code: 0 made; 1 impossible, one line says why; 2 wrong usage; 130 ctrl-C."
+_MAKER_CODES = "Exit code: 0 made; 1 impossible, one line has the reason; 2 wrong usage; 130 ctrl-C."
 _QUANTIZER_CODES = (
     "Exit code: 0 made, and all bars are met; 1 impossible, or made and a bar is missed; 2 wrong usage; 130 ctrl-C."
 )

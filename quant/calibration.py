@@ -20,7 +20,7 @@ from quant.errors import CannotQuantize
 _TEXT_LIMIT: Final = 64 << 20  # bytes
 _ENCODE_AT_ONCE: Final = 1 << 20  # characters
 _KEPT_BYTES: Final = 512 << 20  # keys and values of the sequences that are written together
-_TOGETHER: Final = 16  # sequences that are written together at most: so many are lost where a run is stopped
+_TOGETHER: Final = 16  # sequences that are written together at most: these are lost where a run is stopped
 SHIPPED: Final = Path(__file__).with_name("calibration.txt")
 
 

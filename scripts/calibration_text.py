@@ -2,8 +2,8 @@
 
 python -m scripts.calibration_text HOST:PORT
 
-A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So no person owns the text,
-and of the kinds that models are asked for. The same model writes the same text again: every answer has a seed.
+A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So no person owns it,
+and it is of the kinds that models are asked for. The same model writes the same text again: every answer has a seed.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def shape(value: Any, path: str = "") -> Schema:
         return {"type": "boolean"}
     if isinstance(value, str):
         return {"type": "string"}
-    raise SystemExit(f"{path}: say in RULES what it may be")
+    raise SystemExit(f"{path}: add a rule to RULES")
 
 
 def schema(values: dict[str, Any]) -> str:

@@ -77,7 +77,7 @@ def difference(text: str, fresh: str) -> str:
     """Returns the first line that differs, as it stands and as it should be."""
     pairs = zip([*text.splitlines(), ""], [*fresh.splitlines(), ""], strict=False)
     number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return f"line {number} is not what bench/results says\n  is        {old}\n  should be {new}"
+    return f"line {number} is not what bench/results has\n  is        {old}\n  should be {new}"
 
 
 def main() -> None:

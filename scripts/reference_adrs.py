@@ -47,7 +47,7 @@ def pages(folder: Path) -> dict[int, tuple[str, str]]:
 def adrs_page(folder: Path) -> str:
     found = pages(folder)
     if wrong := [gone for gone, kept in MERGED.items() if gone in found or kept not in found]:
-        raise ValueError(f"decisions {wrong} are said to be merged into others")
+        raise ValueError(f"decisions {wrong} are listed as merged into others")
     rows = ([f"[{number:04}]({name})", title] for number, (name, title) in found.items())
     merged = ", ".join(f"{gone:04} → [{kept:04}]({found[kept][0]})" for gone, kept in MERGED.items())
     return f"{HEAD}\n{table(['number', 'decision'], rows)}\nMerged: {merged}.\n"

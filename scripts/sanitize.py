@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of a file under a tool, until the last test begins")
     parser.add_argument("--grace", type=float, default=120, help="seconds for that test and the tool's summary")
     parser.add_argument("--at-once", type=int, default=4, help="processes")
-    parser.add_argument("--logs", type=Path, default=Path("."), help="where what the tool says is kept, a file each")
+    parser.add_argument("--logs", type=Path, default=Path("."), help="where the tool's output is kept, a file each")
     parser.add_argument("--option", action="append", default=[], help="of compute-sanitizer")
     given = parser.parse_args(argv)
     given.logs.mkdir(parents=True, exist_ok=True)

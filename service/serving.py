@@ -68,7 +68,7 @@ async def _serve(settings: Settings, again: Callable[[], Settings], begun: Begun
         try:
             within = settings.drain.timeout if await _ready(settings, parts, stop, stack) else None
         except Exception:
-            await _drain(None, parts, stop)  # who calls is told
+            await _drain(None, parts, stop)  # callers learn of it
             raise
         return await _drain(within, parts, stop)
 

@@ -55,7 +55,7 @@ class EndedRequest(msgspec.Struct, array_like=True):
     code: str = ""
     wanted: int = 0  # tokens
     finishes: int = 0
-    late: bool = False  # a message came after the one that said it was the last
+    late: bool = False  # a message came after the last one
     retry: float | None = None  # seconds after which a refusal says to come again
 
     @property

@@ -19,7 +19,7 @@ from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 TOKENS = 24  # of an answer
 PATIENCE = 120.0  # seconds; who waits for longer was lost
 PAUSE = 0.02  # seconds between two requests of a caller, on average
-AGAIN = 1.0  # seconds that a caller waits at most who was told to come again
+AGAIN = 1.0  # seconds that a refused caller waits at most
 LATE = 0.15  # seconds that a slow reader takes for a message, at most
 GENERATED = 0.3  # share of requests that no cache may answer
 HURRY = 0.25  # seconds until the deadline of one that hurries, at most
@@ -79,7 +79,7 @@ async def oracle(address: str, tenants: Sequence[str], each: int) -> tuple[list[
                 if left == 0:
                     break
             else:
-                raise RuntimeError("this model says the same to too many questions")
+                raise RuntimeError("this model gives the same answer to too many questions")
     return list(found.values()), asked
 
 

@@ -49,7 +49,7 @@ class EndedCall:
     number: int
     code: str
     texts: tuple[str, ...] = ()  # of its messages, one behind the other
-    finishes: int = 0  # messages that said that the answer was whole
+    finishes: int = 0  # messages that ended an answer
     late: bool = False  # something came behind such a message
     entry: str = ""  # the cache entry that it came from
 
@@ -98,16 +98,16 @@ def _form(asked: Began, event: EndedCall) -> Iterable[str]:
     if event.code not in CODES[asked.kind]:
         yield f"ended with {event.code}"
     if event.finishes > 1 or event.late:
-        yield f"{event.finishes} messages said that it was whole, and something came behind: {event.late}"
+        yield f"{event.finishes} messages ended the answer, or more followed: {event.late}"
     if event.code == "OK" and event.finishes == 0:
-        yield "OK, and no message said that it was whole"
+        yield "OK, and no message ended the answer"
 
 
 def _text(asked: Began, event: EndedCall, owners: Mapping[str, OracleQuestion]) -> Iterable[str]:
     text = "".join(event.texts)
     if asked.kind not in PROMISED:
         if asked.kind == "stranger" and text:
-            yield "somebody without a token got text"
+            yield "a caller without a token got text"
         return
     if event.finishes:
         if text != asked.question.answer:

@@ -42,7 +42,7 @@ class SharedGeneration:
 
     def __init__(self, counter: Counter) -> None:
         self.log: list[AnswerPart] = []
-        self.begun = False  # somebody was let in
+        self.begun = False  # a reader was admitted
         self.over = False
         self.error: Exception | None = None  # for every reader, once it has read the log
         self._counter = counter
@@ -175,7 +175,7 @@ class SharedGeneration:
     def _lead(self) -> Generation | None:
         """Lets the next candidate generate, from where the log ends. None where all have left."""
         if not self._candidates:
-            self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("nobody generates")
+            self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("no request generates")
             return None
         self._leader = self._candidates.pop(0)
         self._generation = self._leader.generate()

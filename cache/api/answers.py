@@ -136,7 +136,7 @@ class SemanticTurn:
     text: str  # the last user turn
     greedy: bool
     plain: bool = True  # no tools, no grammar, no log-probabilities: nothing but text comes back
-    caller: str = ""  # the finest identity that is known within the tenant; empty: nobody is told from anybody
+    caller: str = ""  # the finest identity that is known within the tenant; empty: callers are not distinguished
     threshold: float | None = None  # tightens the configured one; a lower value changes nothing
 
 

@@ -213,7 +213,7 @@ class Caches:
             )
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
-            self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log says why"
+            self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log has the reason"
             self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
         finally:

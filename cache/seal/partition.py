@@ -130,7 +130,7 @@ class Epochs:
         key = self._partitions.epoch_key(tenant, self._purpose)
         standing = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
         epoch = epoch_of(standing)
-        if epoch is None:  # damaged: whoever replaces it first has said which is next
+        if epoch is None:  # damaged: the first to replace it decides the next
             await self._store.swap(key, standing, fresh, EPOCH_TTL)
             epoch = epoch_of(await self._store.set_if_absent(key, fresh, EPOCH_TTL, within))
         if epoch is None:

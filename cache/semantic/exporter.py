@@ -21,7 +21,7 @@ from cache.semantic.export import PATIENCE, SAYS, ExportFailed, default_source, 
 log = logging.getLogger(__name__)
 
 _LOOK = 0.5  # seconds between two looks at whether it is late
-_GRACE = 5.0  # seconds in which one that is told to end may clean up
+_GRACE = 5.0  # seconds in which an interrupted process may clean up
 
 
 class Exporter:

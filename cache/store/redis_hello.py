@@ -17,7 +17,7 @@ from cache.store.redis_replies import ReplyBounds
 log = logging.getLogger(__name__)
 
 GREETING = ReplyBounds(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
-AGAIN = 3600.0  # seconds until the same is said again
+AGAIN = 3600.0  # seconds until the same is logged again
 CLUSTER = (
     "redis-url names a Redis Cluster, which is not supported: nothing is cached there. "
     "Name a single Redis, or use sentinels"

@@ -105,7 +105,7 @@ class Child(asyncio.Protocol):
             code = await self._exit_code(None)
         except asyncio.CancelledError:
             self.kill()
-            await self._exit_code(None)  # nobody else would take it off the kernel's hands
+            await self._exit_code(None)  # otherwise it would stay a zombie
             raise
         return code
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _MOST = 4096  # hashes that are kept; beyond that the oldest goes
 _KEPT = 600.0  # seconds after the last death
 
-Solo = tuple[int, int]  # a step that begins with so many output tokens, from and up to, is run for this request alone
+Solo = tuple[int, int]  # a step that begins with this many output tokens, from and up to, is run for this request alone
 NO_SOLO: Solo = (0, 0)
 
 

@@ -241,7 +241,7 @@ class StreamInbox:
             return
         if self.owner.few:
             self._waiter = None
-            if not waiter.done():  # nobody has cancelled it
+            if not waiter.done():  # not cancelled
                 waiter.set_result(None)
         else:
             self._called = True
@@ -251,7 +251,7 @@ class StreamInbox:
         """Wakes the reader, in its turn of the event loop."""
         self._called = False
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # nobody has cancelled it
+        if waiter is not None and not waiter.done():  # not cancelled
             waiter.set_result(None)
 
 

@@ -10,7 +10,7 @@ from engine.errors import EngineUnavailable
 from engine.ipc.frames import Command, EndProfile, Profiled, StartProfile
 
 _LONGEST_STEP = 10.0  # seconds; the answer comes after the step in which it is asked for
-_SPARE = 5.0  # seconds that the process goes on where nobody comes back
+_SPARE = 5.0  # seconds that the process goes on where the profile is never ended
 
 
 class PendingProfiles:
@@ -35,7 +35,7 @@ class PendingProfiles:
             async with asyncio.timeout(_LONGEST_STEP):
                 return await answer
         except TimeoutError:
-            raise EngineUnavailable(f"the engine said nothing for {_LONGEST_STEP:g} s", _LONGEST_STEP) from None
+            raise EngineUnavailable(f"the engine sent nothing for {_LONGEST_STEP:g} s", _LONGEST_STEP) from None
         finally:
             del self._asked[ticket]
             if not ended:

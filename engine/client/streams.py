@@ -43,7 +43,7 @@ class Streams:
         self._turning = False  # another turn will come
         self._woken = 0  # readers, in this turn
         self._to_wake = deque[StreamInbox]()  # in later ones
-        self._to_wake_first = deque[StreamInbox]()  # before those: nothing was read of them yet, or somebody watches
+        self._to_wake_first = deque[StreamInbox]()  # before those: nothing was read of them yet, or interactive
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)

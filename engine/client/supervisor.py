@@ -43,7 +43,7 @@ _STOP_GRACE = 5.0  # seconds, for one that is asked to go
 _EXIT_GRACE = 1.0  # seconds, for one that goes by itself
 _UNKNOWN_LOAD_TIME = 5.0  # seconds, as a retry hint before any load was timed
 _OVERDUE = 0.25  # of the time that loading has taken, as a retry hint when it should be ready by now
-_SPREAD = 1.25  # a hint is up to so many times what is expected, so that callers do not return as one
+_SPREAD = 1.25  # a hint is up to this many times what is expected, so that callers do not return as one
 _LONGEST_HINT = 60.0  # seconds
 
 
@@ -102,7 +102,7 @@ class Supervisor:
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: EngineError | None = None
-        self._final: InvalidModel | None = None  # why nobody starts another
+        self._final: InvalidModel | None = None  # why no other process is started
         self._load_time: float | None = None
         self._spawned_at = 0.0
         self._ready_at: float | None = None  # of the present process
@@ -187,7 +187,7 @@ class Supervisor:
         self.state = EngineState.STOPPED
         if task.cancelled() or task.exception() is None:
             return
-        if not isinstance(task.exception(), EngineError):  # which is told where it is awaited
+        if not isinstance(task.exception(), EngineError):  # which is raised where it is awaited
             _log.critical("the engine is no longer supervised", exc_info=task.exception())
         self._listener.on_ended()
 

@@ -64,7 +64,7 @@ class PlanChecker:
         """Marks the row's tokens as computed."""
         held = self._held.get(row.slot)
         if held is None:
-            raise BrokenPlan(f"nobody was admitted to slot {row.slot}")
+            raise BrokenPlan(f"no sequence was admitted to slot {row.slot}")
         if held.state.key != row.key:
             raise BrokenPlan(f"slot {row.slot} is held by sequence {held.state.key}, not by {row.key}")
         if row.pages:

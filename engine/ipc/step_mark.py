@@ -17,7 +17,7 @@ class MarkedStep:
     """Sequences of a step that was left unfinished."""
 
     keys: tuple[int, ...] = ()  # that may have been part of it; empty where no step was being run
-    alone: bool = False  # it was run for nobody else
+    alone: bool = False  # it was run for this sequence alone
 
 
 class StepMark:

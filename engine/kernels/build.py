@@ -164,7 +164,7 @@ class CubinCache:
     compiler: str  # name and version
     compile: CompileFunction
     prebuilt: tuple[Path, ...] = ()  # looked at first, never written
-    _missed: Event = field(default_factory=Event)  # that something was not there has been said
+    _missed: Event = field(default_factory=Event)  # a missing file was already reported
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         """The cubin of a source file; compiled once, then read. Raises BuildError."""

@@ -14,7 +14,7 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-# Beyond so many tokens a library's product is as fast or faster (docs/measurements/batches-gpu.md): tokens of any
+# Beyond this many tokens a library's product is as fast or faster (docs/measurements/batches-gpu.md): tokens of any
 # product, of one that is gated, of one that has more rows than columns and is not; and of a large matrix, not gated and
 # gated.
 MOST_TOKENS, _MOST_GATED, _MOST_WIDE = 384, 256, 128

@@ -15,7 +15,7 @@ from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format
 
 _THREADS = 256
-_HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from so many tokens on
+_HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from this many tokens on
 _QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
 _WIDE_STAGES = 3  # tiles of keys, and of values, that a block has room for
 _WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for

@@ -16,7 +16,7 @@ from engine.kernels.prefill import Parts
 from engine.kernels.sampling import ROW_WORDS
 from engine.kernels.tokens import MAX_STOPS
 
-LEAVE, PAGES, ENTER, MOVE = range(4)  # what `change` is told
+LEAVE, PAGES, ENTER, MOVE = range(4)  # operations of `change`
 IDLE = 128  # flag of a ring entry, beside those of `tokens`
 ENTER_WORDS = 10 + MAX_STOPS + ROW_WORDS  # of a row that enters, beside its pages
 _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512

@@ -29,7 +29,7 @@ class Verified:
     last_position: torch.Tensor  # int32 [sequences]: a token placed there is the last
     most_drafts: torch.Tensor  # int32 [sequences]: a step
     stops: torch.Tensor  # int32 [sequences, 8], -1 for none
-    count: torch.Tensor  # int32 [sequences]: entries told
+    count: torch.Tensor  # int32 [sequences]: entries reported
     history: torch.Tensor  # int32 [sequences, most tokens]: ids by position
     ring: torch.Tensor  # int64 [sequences, entries], pinned: count << 32 | proposed << 28 | flags << 24 | token
     token: torch.Tensor  # int32 [sequences · laid]: of the rows

@@ -12,7 +12,7 @@ from engine.kernels.weights import dequantize
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 
-OWN_ROWS = 192  # up to so many our own product is faster (docs/measurements/batches-gpu.md)
+OWN_ROWS = 192  # up to this many our own product is faster (docs/measurements/batches-gpu.md)
 _SHARE = 1 / 3  # of free memory, at most
 _ROWS_AT_ONCE = 4096  # bounds what a copy takes on the way; a multiple of 8
 

@@ -16,7 +16,7 @@ class TokenHistory:
         self._vocab = vocab_size
         self._device = device
         self._owners: list[SequenceState | None] = [None] * slots  # whose tokens are in a slot's tables
-        self._counted = [0] * slots  # so many of them
+        self._counted = [0] * slots  # tokens counted
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
 
     def of(self, sequences: Rows[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:

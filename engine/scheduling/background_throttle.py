@@ -29,7 +29,7 @@ _ANEW = 1024  # steps after which everything is measured again
 class _Sides(NamedTuple):
     """Sequences that a step may feed. All lists lowest rank first."""
 
-    before: list[Sequence]  # who yields to nobody
+    before: list[Sequence]  # which are not throttled
     decoding: list[Sequence]  # of those who yield
     prompts: list[Sequence]
     mixed: bool  # some of `before` rank behind some of the others
@@ -66,7 +66,7 @@ class BackgroundThrottle:
         self._fed = 0  # rows of the background in the step that is under way
         self._prompts = False  # one of its prompts is
         self._settling = _SETTLING
-        self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nobody yields
+        self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nothing is throttled
 
     def away(self) -> None:
         """Marks that the next step is not throttled, or its time means nothing."""

@@ -30,7 +30,7 @@ class StepCosts:
     """Smoothed seconds by size; sizes near each other share an entry."""
 
     def __init__(self, rising: float) -> None:
-        self._rising = rising  # how a size that was not measured yet is foretold: 1 as sizes do, 0 not at all
+        self._rising = rising  # how a size that was not measured yet is predicted: 1 as sizes do, 0 not at all
         self._known: dict[int, float] = {}  # by bucket
 
     def of(self, size: int) -> float | None:

@@ -86,7 +86,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     draft_proposed: int = 0  # draft tokens that were verified for these ids
     draft_accepted: int = 0  # those of them that are among these ids
-    forced: int = 0  # of the ids, the last so many: a constraint left no choice, and they are still to be fed
+    forced: int = 0  # of the ids, the last ones: a constraint left no choice, and they are still to be fed
     end: RowEnd | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from start + 1 on, where it scores
 

@@ -314,7 +314,7 @@ class Scheduler:
             )
         most = self._limits.max_tokens_per_row
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
-            raise WrongResult(f"a row brought more than {most} ids")
+            raise WrongResult(f"a row returned more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
         """Whether sequences whose prompts have just ended wait while others' prompts end, instead of decoding alone

@@ -39,7 +39,7 @@ class Sequence:
     slot: int = -1  # index into per-sequence device state while it runs, else -1
     computed: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
-    planned_pages: int = 0  # the first so many are as plans have said since it got its slot
+    planned_pages: int = 0  # of `pages`, how many plans have named since it got its slot
     paused: bool = False  # its reader is behind
     fetching: bool = False  # waits for keys and values from the shared tier
     first_planned_at: float | None = None
@@ -49,8 +49,8 @@ class Sequence:
     prefix: Prefix = field(default_factory=Prefix)
     reached: int = 0  # the most that `computed` ever was
     cached_tokens: int = 0  # of the prompt, that others had computed
-    scored: int = 0  # log-probabilities of the prompt that its reader was told
-    solo: tuple[int, int] = (0, 0)  # steps that begin with so many output tokens, from and up to, feed nobody else
+    scored: int = 0  # log-probabilities of the prompt that its reader got
+    solo: tuple[int, int] = (0, 0)  # steps from and up to these output tokens feed no other sequence
 
     @property
     def prompt_length(self) -> int:

@@ -229,7 +229,7 @@ def make_runner(
     """Chooses the executors and warms them. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
     choice = choose(settings.decoder, parts, registry)
-    # On a CPU all but one decoder are passed over, which nobody wonders at.
+    # On a CPU all but one decoder are passed over, as users expect.
     level = logging.DEBUG if parts.model.placement.device.type == "cpu" else logging.INFO
     for objection in choice.objections:
         _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)

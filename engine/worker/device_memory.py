@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 # Seconds between two questions to the driver, each of which takes up to 0.2 milliseconds.
-_IDLE = 1.0  # where nobody waits for the engine
-_BUSY = 10.0  # where somebody does
+_IDLE = 1.0  # where no request waits for the engine
+_BUSY = 10.0  # where one does
 
 
 class DeviceMemory:
@@ -24,7 +24,7 @@ class DeviceMemory:
         self._ask = ask
         self._clock = clock
         self._asked_at = -_BUSY
-        self.known = (0, 0)  # bytes in use and in all, as the driver said last
+        self.known = (0, 0)  # bytes in use and in all, as the driver last reported
         self.look(idle=True)
 
     def look(self, *, idle: bool) -> None:

@@ -171,7 +171,7 @@ class Loop:
                 self._marking.end()
             now = time.monotonic()
         self._compiling.ended(events)
-        # Told with the last event of all, for which the front wakes anyhow.
+        # Sent with the last event of all, for which the front wakes anyhow.
         self._publish(events, now, idle=plan is None or not self._scheduler.live)
         return plan is not None
 
@@ -187,7 +187,7 @@ class Loop:
             return self._raised(plan, result, error)
         self._failures = 0
         if self._switches.worked():
-            self._reported_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
+            self._reported_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it gets it at once
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events

@@ -57,7 +57,7 @@ _OOM_SCORE = 300  # above the front's
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
-    arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
+    arguments.add_argument("--step-mark", type=int, required=True, help="memory that names the sequences of a step")
     arguments.add_argument("--kind", default="fake", help="what will be loaded, as far as is known")
     arguments.add_argument("--parent", type=int, help="the front's process; this one ends where that has gone by now")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")

@@ -62,7 +62,7 @@ class Replay:
         except Exception as error:
             return f"raises {describe(error)}"
         if recorded.result is None:
-            return "brought a result where the recorded one raised"
+            return "returned a result where the recorded one raised"
         difference = self._difference(plan, recorded.result, result)
         self._truth.append(plan.rows, recorded.result.rows)
         return difference

@@ -109,5 +109,5 @@ def _context(settings: EngineSettings, what: KernelQuery, sequences: int, weight
     there = Placement(torch.bfloat16, torch.device("cuda"))
     try:
         return make_room(settings, sequences, config.max_context, shape, there, what.free - weights).max_context
-    except Unsupported:  # said again, to the caller, once the weights are there
+    except Unsupported:  # reported to the caller once the weights are there
         return config.max_context

@@ -99,5 +99,5 @@ def _check_layout(file: Path, entries: dict[str, TensorEntry], origin: int, size
             raise BadFile(file, "its tensors overlap or leave gaps", AGAIN)
         end = entry.start + entry.size
     if end != size:
-        fault = "truncated" if end > size else "longer than its header says"
+        fault = "truncated" if end > size else "longer than its header declares"
         raise BadFile(file, f"{fault} ({size} bytes, {end} expected)", AGAIN)

@@ -19,10 +19,10 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 
 _PROMPT, _MORE = "> ", ". "
 _COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?", re.DOTALL)
-_WELCOME = "A conversation: ctrl-C stops an answer, ctrl-D ends, /help tells the rest."
+_WELCOME = "A conversation: ctrl-C stops an answer, ctrl-D ends, /help lists commands."
 _HELP = """\
 /system TEXT  a system message for what follows; without TEXT none
-/reset        forget what was said; the system message stays
+/reset        forget the messages; the system message stays
 /exit         end, as ctrl-D
 ctrl-C        stop an answer, of which the model remembers what came; without one, end
 Lines that are pasted together are one message. A message may begin with / after a space."""

@@ -51,8 +51,8 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="whippet drain",
-        description="Takes a server out of service: health says NOT_SERVING, and after drain.delay new requests are "
-        "refused. It stays up. Exit code 0: done; 1: requests are still live; 2: wrong usage; 3: nobody answers.",
+        description="Takes a server out of service: health reports NOT_SERVING, and after drain.delay new requests are "
+        "refused. It stays up. Exit code 0: done; 1: requests are still live; 2: wrong usage; 3: no answer.",
         allow_abbrev=False,
     )
     ServerAddress.add_operator_flags(parser)

@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(parser)
     constraint.add_flags(parser)
     parser.add_argument(
-        "--n", type=int, metavar="N", help="so many answers, one after the other; drawn with --seed, --seed + 1, …"
+        "--n", type=int, metavar="N", help="this many answers, one after the other; drawn with --seed, --seed + 1, …"
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--json", action="store_true", help="print one JSON object once the answer is complete")
@@ -100,7 +100,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"the most tokens; default: {LIMIT}, or what the context leaves"
     )
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before so many tokens")
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before this many tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="the most likely tokens that have probability P together"

@@ -37,7 +37,7 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="whippet health",
-        description="Says whether a server serves. Exit code 0: it does; 1: it does not; 2: wrong usage; 3: nobody "
+        description="Reports whether a server serves. Exit code 0: it does; 1: it does not; 2: wrong usage; 3: nobody "
         "answers.",
         allow_abbrev=False,
     )

@@ -124,7 +124,7 @@ class StreamOptions:
 class DrainOptions:
     delay: float = setting(
         0.0,
-        "seconds that health says NOT_SERVING while requests are still admitted; longer than balancers look",
+        "seconds that health reports NOT_SERVING while requests are still admitted; longer than balancers look",
         ge=0,
         le=3600,
     )
@@ -168,7 +168,7 @@ class ChatSettings:
 class TraceOptions:
     endpoint: EndpointOrNone = setting(None, "collector of OTLP over gRPC, http://HOST:PORT or https://…; unset: none")
     ca_file: Path | None = setting(None, "authority of an https endpoint, PEM; unset: public ones")
-    sample: float = setting(0.01, "share of calls traced where the caller does not say", ge=0, le=1)
+    sample: float = setting(0.01, "share of calls traced where the caller does not decide", ge=0, le=1)
 
     def __post_init__(self) -> None:
         if self.ca_file is not None and not (self.endpoint or "").startswith("https:"):
@@ -188,7 +188,7 @@ class AnswerSwitches:
     """Optimisations of whole answers. Neither changes greedy output."""
 
     response_cache: bool = setting(True, "answer identical questions once")
-    semantic_cache: bool = setting(True, "look for questions that mean the same, as cache.semantic.mode says")
+    semantic_cache: bool = setting(True, "look for questions that mean the same, as set by cache.semantic.mode")
 
 
 # Fields are those of the bases from the last one to the first: this is the order of `--help`.
@@ -203,7 +203,7 @@ class ServedOptions:
 
     model: str | None = setting(None, "the model: a folder as Hugging Face lays it out, or a GGUF file")
     model_digest: str | None = setting(
-        None, "what the folder must have, as `whippet doctor --digest` says it", pattern=r"^sha256:[0-9a-f]{64}$"
+        None, "what the folder must have, as `whippet doctor --digest` prints it", pattern=r"^sha256:[0-9a-f]{64}$"
     )
     model_name: str | None = setting(
         None, "what requests call it; unset: the folder's name, or the file's without .gguf", min_length=1

@@ -8,7 +8,7 @@ ServiceError
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
 ├── Draining            nothing new is let in: try another server, or later
-├── Stopping            the process ends, and no operator can undo that
+├── ShuttingDown        the process ends, and no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
 ├── Unauthenticated     who calls is not known
 ├── PermissionDenied    the caller lacks the right

@@ -243,7 +243,7 @@ class _Reading:
         outcome, request = found.outcome, found.engine_request
         start, finish = source.start, source.finish
         if not source.generated and outcome.source is CacheSource.NONE:
-            outcome = replace(outcome, source=CacheSource.RESPONSE)  # somebody else's generation
+            outcome = replace(outcome, source=CacheSource.RESPONSE)  # another call's generation
         now, record = self._clock(), self._record
         first_at = record.first_token_at or now
         took = finish or start or Start(cached_tokens=0, queue=first_at - request.arrived_at, prefill=0.0)

@@ -65,8 +65,8 @@ COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own
 class Delivery(msgspec.Struct, frozen=True):
     max_tokens: int
     max_delay: float  # seconds
-    # While many are served, messages hold whatever has come, and a token waits at most so many seconds for others of
-    # its stream; None: how much a message holds is certain.
+    # While many are served, messages hold whatever has come, and a token waits at most this many seconds for others of
+    # its stream; None: a message's size is fixed.
     coalescing_delay: float | None = None
 
 

@@ -24,7 +24,7 @@ from service.tracing.spans import Value, attributes, sampled, spans_of
 MOST_WAITING = 2048  # calls, of some 2 KiB each; beyond it the oldest go
 _BATCH = 64  # calls in one message
 _AT_ONCE = 4  # calls that are made into spans in one turn of the event loop: half a millisecond
-_INTERVAL = 0.1  # seconds between two batches: so many calls a second, whatever callers ask to be traced
+_INTERVAL = 0.1  # seconds between two batches: bounds the calls a second, whatever callers ask to be traced
 _TIMEOUT = 10.0  # seconds for the collector to take one
 _ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts, doubling

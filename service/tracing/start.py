@@ -39,7 +39,7 @@ def start(options: TraceOptions, model: str) -> Traces:
         return Traces(None)
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.proto") is None:
         raise BadSettings(f"traces.endpoint: needs opentelemetry-proto: {_EXTRA}")
-    from service.tracing.exporter import TraceExporter  # protobuf's classes for OTLP, which nobody else needs
+    from service.tracing.exporter import TraceExporter  # protobuf's classes for OTLP, which only traces need
 
     resource = {
         "service.name": "whippet",

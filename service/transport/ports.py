@@ -38,7 +38,7 @@ class Port:
     """A server and its address."""
 
     server: Server
-    address: str  # with the real port where the setting said 0
+    address: str  # with the real port where the setting was 0
     gate: Gate
 
     @property

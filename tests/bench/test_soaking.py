@@ -52,8 +52,8 @@ def test_what_is_promised_passes(kind: str, end: EndedCall) -> None:
         ("stranger", replace(WHOLE), "ended with OK"),
         ("stranger", EndedCall(1, "UNAUTHENTICATED", ("first answer",)), "without a token got text"),
         ("stream", replace(WHOLE, finishes=2), "2 messages"),
-        ("stream", replace(WHOLE, late=True), "something came behind"),
-        ("stream", replace(WHOLE, finishes=0), "no message said"),
+        ("stream", replace(WHOLE, late=True), "more followed"),
+        ("stream", replace(WHOLE, finishes=0), "no message ended"),
         ("stream", replace(WHOLE, texts=("first ",)), "another text"),  # a message was lost
         ("stream", replace(WHOLE, texts=("first ", "first ", "answer")), "another text"),  # one came twice
         ("stream", replace(WHOLE, texts=("answer", "first ")), "another text"),  # in another order

@@ -123,7 +123,7 @@ class Admission:
         return self._draining
 
     def check_unread(self, tenant: str) -> None:
-        if not self._draining:  # who comes then is told so
+        if not self._draining:  # later requests get that answer
             self.slots.check_unread(tenant)
 
     def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 _SHORTEST_HINT = 0.1  # seconds
-_LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
+_LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be predicted
 _STEPS = ((1.0, 100), (10.0, 20), (_LONGEST_HINT, 4))  # a second, of hints no longer than that: 471 different ones
 _SMOOTHING = 0.1  # weight of the newest measurement
 _STAYS_AHEAD = 10.0  # that those who were refused before are let pass
@@ -19,7 +19,7 @@ class Departures:
         self._mean = 0.0
         self._count = 0
         self._last: float | None = None
-        self._waited_since: float | None = None  # for the next departure; None: nobody waits
+        self._waited_since: float | None = None  # for the next departure; None: no request waits
 
     @property
     def interval(self) -> float:
@@ -59,7 +59,7 @@ class Returns:
     would arrive together and all but one be refused again."""
 
     def __init__(self) -> None:
-        self._last = 0.0  # of those told so far, on the caller's clock
+        self._last = 0.0  # of the latest hint, on the caller's clock
 
     def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
         """Returns the seconds until the next retry. Not every caller retries, so none waits for more than ten further

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cache.api import BucketSize, SharedBuckets, StoreFault
 
 _SHARE = 0.01  # of the quota, borrowed beyond what is expected
-_PAUSE = 0.05  # seconds between loans that nobody waits for
+_PAUSE = 0.05  # seconds between loans that no request waits for
 _LAPSE = 60.0  # seconds after which tokens that were borrowed and not used have lapsed
 _FAULT = 1.0  # seconds without loans after the store failed
 _SHORTEST_EMPTY = 0.01  # seconds until an empty bucket is asked again

@@ -226,7 +226,7 @@ class Messages:
     def close(self) -> None:
         self._stop_timer()
         if self._late is not None and not self._late.cancel() and not self._late.cancelled():
-            self._late.exception()  # the reader went away while it was sent; nobody else needs to know
+            self._late.exception()  # the reader went away while it was sent, which affects no one else
 
     def _take(self, ending: Ending | None) -> AnswerMessage:
         message = AnswerMessage(self._text, self._ids, self._logprobs, self._prompt, ending)

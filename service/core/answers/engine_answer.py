@@ -30,7 +30,7 @@ from service.core.text import Detokenizer
 
 # Calls what it is given when its request has waited for too long.
 Patience = Callable[[Callable[[Overloaded], None]], asyncio.TimerHandle | None]
-Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: nobody is charged
+Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: no quota is charged
 
 
 class EngineAnswer:
@@ -68,7 +68,7 @@ class EngineAnswer:
         self._charge = charge
         self._patience = patience  # of its reader; None: those who read it have each their own
         self._coalescing_delay = (
-            coalescing_delay  # seconds that tokens wait for each other, of so many at most; None: they do not
+            coalescing_delay  # seconds that tokens wait for each other, given the most; None: they do not
         )
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
@@ -120,7 +120,7 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
-        if self._coalescing_delay is not None and self._count:  # the first tokens wait for nobody
+        if self._coalescing_delay is not None and self._count:  # the first tokens are never delayed
             interactive = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
             delay = 0.0 if interactive else self._coalescing_delay(self._batch.coalescing_delay or 0.0)
             self._stream.batch(MOST if delay else 1, delay)

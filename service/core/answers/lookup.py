@@ -131,7 +131,7 @@ class AnswerSources:
             return CacheFindings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(origin.tenant, allowance)
-        # Without a partition nobody can say whose keys and values these are.
+        # Without a partition the owner of these keys and values is unknown.
         bypass_prefix = request.cache.bypass_prefix or partition is None
         engine_request = make((partition or "").encode(), bypass_prefix)
         response = self._access(request.cache.response, RESPONSE_CACHE)

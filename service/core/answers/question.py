@@ -58,7 +58,7 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
     caller asked for the semantic cache by name, since a text to be continued depends on its last sign or space: that
     end must be equal."""
     prompt = request.prompt
-    if request.constraint is not None:  # what it shapes answers nobody else's words
+    if request.constraint is not None:  # what it shapes answers no other words
         return None
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages

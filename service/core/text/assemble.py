@@ -92,7 +92,7 @@ class FallbackAssembler:
         return settled, self._stripped(piece) if self._strip else piece
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        return None  # a byte's share is told by the ids after it
+        return None  # a byte's share depends on the ids after it
 
     def flush(self) -> str:
         return self._stripped(self._take_run())

@@ -23,7 +23,7 @@ from service.core.text.plain_template import MAX_SOURCE, is_plain
 from service.core.text.template_needs import looks_into_content, mentions_tools
 
 MAX_CHARS = 4 * 2**20  # twice the largest chat
-MAX_MESSAGE = 500  # characters of an error that the caller is told
+MAX_MESSAGE = 500  # characters of an error that the caller gets
 _CONTINUE = "GO0ON0FROM0HERE"  # letters and digits: no filter escapes them
 
 # What a template does wrong comes out as one of these.

@@ -117,7 +117,7 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
             or len(text) > MAX_CONTENT
             or not step.get("pattern", {"String": "x"}).get("String")
         ):
-            raise ValueError("has a decoder whose cost cannot be told")
+            raise ValueError("has a decoder of unknown cost")
     return steps
 
 

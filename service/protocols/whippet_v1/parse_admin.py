@@ -58,7 +58,7 @@ def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
     if message.kind not in admin_pb2.CacheKind.values():
         found.add("kind", "is no known kind of cache")
     if message.entry_id and not _ENTRY_ID.fullmatch(message.entry_id):
-        found.add("entry_id", "is no id that an answer told")
+        found.add("entry_id", "is not the id of an entry")
     if len(message.tenant) > _MAX_TENANT:
         found.add("tenant", f"must have at most {_MAX_TENANT} characters")
     if message.kind == admin_pb2.CACHE_KIND_PREFIX and message.entry_id:

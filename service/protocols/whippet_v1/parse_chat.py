@@ -43,7 +43,7 @@ def _message(message: pb.ChatMessage, where: str, found: Violations) -> ChatMess
     if message.tool_calls and message.role in _NOT_THE_MODEL:
         found.add(f"{where}.tool_calls", f"are the model's: role {message.role} has none")
     if message.tool_call_id and message.role in _NOT_A_TOOL:
-        found.add(f"{where}.tool_call_id", f"says which call a result is of: role {message.role} has none")
+        found.add(f"{where}.tool_call_id", f"names the call that a result belongs to: role {message.role} has none")
     return ChatMessage(
         role=message.role,
         content=message.content,

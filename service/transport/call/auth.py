@@ -21,7 +21,7 @@ class Right(enum.StrEnum):
 
 Rights = frozenset[Right]
 ALL_RIGHTS: Rights = frozenset(Right)
-CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certificate that nobody has named
+CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certificate without an entry
 
 
 class Presented(Protocol):

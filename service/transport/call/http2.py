@@ -24,11 +24,10 @@ _OPTIONS: Options = (
     # A connection that does not speak, TLS or HTTP/2, is closed.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),
-    # The first window of a call stays as it is: nobody may send more than 64 KiB that was not asked for.
+    # The first window of a call stays as it is: no caller may send more than 64 KiB unasked.
     ("grpc.http2.bdp_probe", 0),
-    # Calls are handed to us one after the other, some thousand a second. At most so many wait for it, so that gRPC
-    # refuses a flood by itself, and no longer than so many seconds. What is dropped then is cleared away in one go, on
-    # our event loop, 20 µs each.
+    # Calls are handed to us one after the other, some thousand a second. Their number and their wait are bounded, so
+    # that gRPC refuses a flood by itself. Dropped calls are cleared at once, on our event loop, 20 µs each.
     ("grpc.server.max_pending_requests", _MOST_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
     ("grpc.server_max_unrequested_time_in_server", 5),
@@ -45,7 +44,7 @@ class PortBounds:
     connections: int
     connection_calls: int  # on one connection at once
     message_bytes: int
-    connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
+    connection_age: float | None = None  # seconds until it is sent GOAWAY, some less or more; its calls go on
     spare: int = 0  # connections accepted beyond the bound, so that an idle one can be evicted for a new one
 
 

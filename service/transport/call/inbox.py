@@ -22,7 +22,7 @@ from service.transport.call.busy import BusyPeers
 from service.transport.call.context import Context
 
 _PATIENCE = 1.0  # seconds that a read may take while others wait
-_LONGEST_READ = 30.0  # seconds, where nobody waits
+_LONGEST_READ = 30.0  # seconds, where no call waits
 _LONGEST_WAIT = 10.0  # seconds for a turn
 _LONGEST_DRAIN = 1.0  # seconds that a refused call is drained while its caller may be writing
 _PAUSE = 0.25  # seconds without a message after which the caller counts as not writing

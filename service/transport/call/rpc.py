@@ -179,7 +179,7 @@ def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethod
             record.code = "OK"
             return response
         finally:
-            # Once gRPC has been given the response: nobody is to wait for counts and logs.
+            # Once gRPC has been given the response: no caller should wait for counts and logs.
             asyncio.get_running_loop().call_soon(observers.end, record, record.code or _unanswered(context))
 
     make = grpc.stream_stream_rpc_method_handler if method.streams else grpc.stream_unary_rpc_method_handler

@@ -25,7 +25,7 @@ class Identity:
         self._certificates = None if settings.tls.cert is None else Certificates(settings.tls)
         self._tokens = None if settings.auth.tokens_file is None else TokenFile(settings.auth.tokens_file)
         _tell_exposure(settings)
-        # A client certificate without a tokens file says that somebody is known, but not who: such callers may not
+        # A client certificate without a tokens file proves that the caller is known, but not who: such callers may not
         # change what others are served with.
         self._everybody = NoTokens(ALL_RIGHTS if settings.tls.client_ca is None else CALLER_RIGHTS)
 
@@ -79,8 +79,8 @@ def closed_console(settings: Settings) -> str:
     if not _strangers(settings) or _loopback("metrics-listen", settings.metrics_listen):
         return ""
     return (
-        "the console is closed: this port is open to others than this machine's programs, and nobody has to say who "
-        "calls (auth.tokens-file, tls.client-ca)"
+        "the console is closed: this port is open to others than this machine's programs, and callers need not "
+        "identify themselves (auth.tokens-file, tls.client-ca)"
     )
 
 

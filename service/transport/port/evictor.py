@@ -71,7 +71,7 @@ class Evictor:
         self._failure_logged = -_LOG_EVERY
         self._ports: dict[int, _BoundedPort] = {}
         self._known: dict[Inode, Connection] = {}
-        self._others: set[Inode] = set()  # sockets that are no connection of a watched port
+        self._others: set[Inode] = set()  # sockets that are no connection of a bounded port
         self._looked = -_LONGEST
         self._thread: threading.Thread | None = None
 

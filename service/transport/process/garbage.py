@@ -17,7 +17,7 @@ from service.transport.process.heap import resident
 _EVERY = 1.0  # seconds between two looks whether it is time
 _LONGEST = 600.0  # seconds without one, however many wait
 _GROWN = 32 * 1024 * 1024  # bytes that the process has more than after the last one
-_SOME = 1_000  # objects more than after the last one, where nobody waits
+_SOME = 1_000  # objects more than after the last one, where no call waits
 
 
 class Garbage:
@@ -38,4 +38,4 @@ class Garbage:
                 gc.collect()
                 since, self._least = clock(), resident()
             elif not live() and gc.get_count()[0] > _SOME:
-                gc.collect(0)  # what was made since the last one: somebody may come meanwhile
+                gc.collect(0)  # what was made since the last one: a call may come meanwhile

@@ -52,7 +52,7 @@ from service.transport.relays.frames import (
 )
 from service.transport.relays.life import SignsOfLife
 
-_MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
+_MOST_UNHEARD = 1024  # calls that the front has not answered yet; each costs some ten KiB, and its caller waits
 _OOM_SCORE = 200  # above the front's; the engine process has 300
 _OPEN = "/grpc."  # prefix of the methods of health and reflection, which need no token
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
@@ -124,7 +124,7 @@ class _RelayCall:
         try:
             data = await self._context.read()
         except (grpc.aio.BaseError, asyncio.CancelledError):
-            return  # it has ended, which the front is told of beside this
+            return  # it has ended, which the front learns otherwise
         if self._busy is not None and self._peer is None and isinstance(data, bytes) and not self._ended:
             self._peer = self._context.peer()
             self._busy.begin(self._peer)
@@ -143,7 +143,7 @@ class RelayCalls(_GenericHandler):
         self._calls: dict[int, _RelayCall] = {}
         self._unheard = 0
         self.busy = BusyPeers()
-        self._turned_away = 0  # of which the front was not told yet
+        self._turned_away = 0  # that were not reported to the front yet
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         method = handler_call_details.method

@@ -51,7 +51,7 @@ async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(fligh
     async with flights.join(KEY, lambda: source) as slow, asyncio.timeout(60):
         assert (await anext(slow)).text == "x"
         await asyncio.sleep(0.1)
-        assert source.made == 1  # nobody reads on, so nobody generates on
+        assert source.made == 1  # nobody reads on, so no request generates on
         async with flights.join(KEY, lambda: source) as fast:
             assert len([part async for part in fast]) == 300
         assert len([part async for part in slow]) == 299
