@@ -258,7 +258,7 @@ def peers(figures: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Peers", head, rows, [chart], notes)
 
 
-SHOWN = {
+SECTIONS = {
     one.__name__: one for one in (decode, serve, offline, ladder, peers, speculation, cache, quality, steps, start)
 }
 
@@ -269,7 +269,7 @@ SHOWN = {
 def sections(records: Sequence[Mapping[str, Any]]) -> list[Section]:
     """Returns sections of all results that can be drawn, in the page's order."""
     by_name = {record["bench"]: record for record in records}
-    return [one for name, show in SHOWN.items() if name in by_name for one in show(by_name[name]["figures"])]
+    return [one for name, show in SECTIONS.items() if name in by_name for one in show(by_name[name]["figures"])]
 
 
 def write(folder: Path) -> Path:

@@ -131,7 +131,7 @@ def overload(bench: ServeBench) -> None:
         raise RuntimeError("no token came while the peak was looked for")
     # By tokens: streams that began together end together, and how many of them did within a window is chance.
     asked = bench.source.take(slots)
-    rate = peak.output_tokens_per_second * len(asked) / sum(wish.tokens for wish in asked)
+    rate = peak.output_tokens_per_second * len(asked) / sum(request.tokens for request in asked)
     found = bench.open(given.overload * rate, given.seconds)
     share = found.output_tokens_per_second / peak.output_tokens_per_second
     bench.keep(f"overload{given.overload:g}", found, of_peak=round(share, 4))

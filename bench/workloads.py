@@ -136,7 +136,7 @@ def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[Load
     generator, at, times = random.Random(seed), 0.0, list[float]()
     while (at := at + generator.expovariate(rate)) < seconds:
         times.append(at)
-    return [msgspec.structs.replace(wish, at=at) for wish, at in zip(source.take(len(times)), times, strict=True)]
+    return [msgspec.structs.replace(request, at=at) for request, at in zip(source.take(len(times)), times, strict=True)]
 
 
 def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[LoadRequest], int]:

@@ -40,7 +40,7 @@ _MAKER_CODES = "Exit code: 0 made; 1 impossible, one line has the reason; 2 wron
 _QUANTIZER_CODES = (
     "Exit code: 0 made, and all bars are met; 1 impossible, or made and a bar is missed; 2 wrong usage; 130 ctrl-C."
 )
-_JUDGE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
+_EVALUATE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
 _ON_STOP = {"quantize": "; the same command goes on from here"}
 
 
@@ -168,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, judge or convert one.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_QUANTIZER_CODES, allow_abbrev=False))
-    _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_JUDGE_CODES, allow_abbrev=False))
+    _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_EVALUATE_CODES, allow_abbrev=False))
     change = commands.add_parser("convert", description=_CONVERT, epilog=_MAKER_CODES, allow_abbrev=False)
     change.add_argument(
         "model", type=Path, metavar="MODEL", help="GGUF file, or folder with config.json and pickled weights"

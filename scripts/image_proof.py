@@ -31,7 +31,7 @@ FORBIDDEN = ("cc", "gcc", "clang", "c++", "ld", "make", "pip", "curl", "wget", "
 # What this machine needs to reach its package registries, brought into the chroot while a step runs.
 REACH = ("/etc/resolv.conf", "/etc/apt/sources.list.d/debian.sources", "/etc/apt/apt.conf.d")
 TRUSTED, TRUSTED_THERE = "/etc/ssl/certs/ca-certificates.crt", "/run/trusted.crt"
-SAID = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Builder:
             **found.env,
             **self._given(name),
         }
-        given |= {key: os.environ[key] for key in SAID if key in os.environ} | {"PIP_CERT": TRUSTED_THERE}
+        given |= {key: os.environ[key] for key in PROXIES if key in os.environ} | {"PIP_CERT": TRUSTED_THERE}
         listed = [f"{key}={value}" for key, value in given.items()]
         command = ["chroot", str(root), "env", "--ignore-environment", f"--chdir={found.folder}", *listed]
         script = "\n".join([*mounts, 'exec "$@"'])

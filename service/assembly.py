@@ -56,10 +56,10 @@ from service.transport.relays.relays import RelayCounts, RelayOptions
 
 
 def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
-    wished = settings.protocols
+    enabled = settings.protocols
     others: tuple[tuple[bool, WireProtocol], ...] = (
-        (wished.vllm_engine, VllmEngine()),
-        (wished.open_inference, OpenInference()),
+        (enabled.vllm_engine, VllmEngine()),
+        (enabled.open_inference, OpenInference()),
     )
     return WhippetV1(), *(protocol for on, protocol in others if on)
 
@@ -248,7 +248,7 @@ def _use_cases(
         most = settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
         return min(most, engine.load.most_running or most)
 
-    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
+    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wanted_mode=settings.cache.semantic.mode)
     quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
     admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
     model = ServedModel(settings.served_name, tokenizer, engine, processes, choose(settings.chat, tokenizer))

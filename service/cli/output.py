@@ -156,10 +156,10 @@ class TerminalOutput:
             self._write("\n" if self._last == "\n" else "\n\n")
 
     def _write(self, text: str) -> None:
-        shown = text.translate(_HARMLESS) if self._terminal else text
-        sys.stdout.write(shown)
+        printable = text.translate(_HARMLESS) if self._terminal else text
+        sys.stdout.write(printable)
         sys.stdout.flush()
-        self._last = shown[-1]
+        self._last = printable[-1]
 
     def _object(self) -> dict[str, Any]:
         """Returns the fields of `GenerateResponse`."""

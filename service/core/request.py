@@ -59,7 +59,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     most_tokens: int | None = None  # of an answer, where the request names no limit; None: what the context leaves
 
 
-COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own
+COALESCING_DELAY = 0.2  # seconds, where the caller says nothing: no bound of its own
 
 
 class Delivery(msgspec.Struct, frozen=True):

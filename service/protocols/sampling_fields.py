@@ -29,7 +29,7 @@ MAX_ANSWERS = 16  # of one prompt; each takes an admission slot
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
-_BOUNDS = (  # of what is wished of the next token: lowest, highest, and whether it must lie above the lowest
+_BOUNDS = (  # options of sampling: lowest, highest, and whether it must lie above the lowest
     ("temperature", 0, 100, False),
     ("top_k", 0, _MOST_TOP_K, False),
     ("top_p", 0, 1, True),

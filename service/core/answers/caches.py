@@ -68,11 +68,11 @@ class AnswerCaches:
         options: CacheOptions,
         engine: Engine,
         tokenizer_digest: str,
-        wished: Mode | None = None,  # of the semantic cache, if `options` have another, for want of packages
+        wanted_mode: Mode | None = None,  # of the semantic cache, if `options` have another, for want of packages
     ) -> None:
         self.counters = Counters()
         self.semantic_mode = options.semantic.mode
-        self._lacking = wished not in (None, options.semantic.mode)
+        self._lacking = wanted_mode not in (None, options.semantic.mode)
         self._settings = options.front()
         self._engine = engine
         self._tokenizer = tokenizer_digest
@@ -88,11 +88,11 @@ class AnswerCaches:
             self._open = self._opened(info)
         return self._open[2]
 
-    def change(self, options: CacheOptions, wished: Mode | None = None) -> None:
+    def change(self, options: CacheOptions, wanted_mode: Mode | None = None) -> None:
         """Takes over what can change while requests are served: how long answers are kept, and the semantic cache's
         mode and bounds."""
         semantic, now = options.front().semantic, self._settings
-        self._lacking = wished not in (None, semantic.mode)
+        self._lacking = wanted_mode not in (None, semantic.mode)
         self.semantic_mode = semantic.mode
         self._settings = replace(
             now,

@@ -140,8 +140,8 @@ class AnswerSources:
             outcome = CacheOutcome(header="off" if response == semantic == _NO else "bypass")
             return CacheFindings(request=request, engine_request=engine_request, outcome=outcome)
         question = question_of(request, engine_request, origin.tenant)
-        wished = request.cache.semantic is not None
-        turn = None if semantic == _NO else turn_of(request, question, origin.caller, wished)
+        named = request.cache.semantic is not None
+        turn = None if semantic == _NO else turn_of(request, question, origin.caller, named)
         plan = CachePlan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(request, engine_request, plan, begun)
 

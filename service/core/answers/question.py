@@ -53,7 +53,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
     )
 
 
-def turn_of(request: Request, question: Question, caller: str, wished: bool) -> SemanticTurn | None:
+def turn_of(request: Request, question: Question, caller: str, requested: bool) -> SemanticTurn | None:
     """Returns the last user turn with the messages before it. Plain text has no turns: it is taken as one where the
     caller asked for the semantic cache by name, since a text to be continued depends on its last sign or space: that
     end must be equal."""
@@ -67,7 +67,7 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
         options = () if prompt.options == NO_OPTIONS else (astuple(prompt.options),)
         context: Parameter = ("chat", tuple(_message_parameter(message) for message in before), *options)
         text, plain = last.content, not prompt.options.tools
-    elif isinstance(prompt, TextPrompt) and wished:
+    elif isinstance(prompt, TextPrompt) and requested:
         ends = _ENDS.search(prompt.text[-_END:])
         context, text, plain = ("text", ends[0] if ends else ""), prompt.text, True
     else:

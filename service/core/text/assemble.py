@@ -125,14 +125,14 @@ class WindowAssembler:
         self._skip_special = pieces.skip_special
         self._window: list[int] = [pieces.anchor] if continues and pieces.anchor is not None else []
         self._context = len(self._window)  # ids of the window whose text is out
-        self._shown = self._decode()
+        self._emitted = self._decode()
 
     def feed(self, token_id: int) -> tuple[str, str]:
         if token_id in self._silent or self._backend.id_to_token(token_id) is None:
             return NOTHING
         self._window.append(token_id)
         text = self._decode()
-        whole = len(text) > len(self._shown) and text.startswith(self._shown) and not text.endswith(BROKEN)
+        whole = len(text) > len(self._emitted) and text.startswith(self._emitted) and not text.endswith(BROKEN)
         if not whole and len(self._window) - self._context < PATIENCE:
             return NOTHING
         return "", self._advance(text)
@@ -144,10 +144,10 @@ class WindowAssembler:
         return self._advance(self._decode())
 
     def _advance(self, text: str) -> str:
-        fresh = text[len(self._shown) :]
+        fresh = text[len(self._emitted) :]
         self._window = self._window[self._context :]
         self._context = len(self._window)
-        self._shown = self._decode()
+        self._emitted = self._decode()
         return fresh
 
     def _decode(self) -> str:

@@ -76,8 +76,8 @@ def with_special(pieces: Pieces, backend: Backend, tokens: Mapping[int, str]) ->
             return ByteLevelPieces(_with(data, dict(zip(tokens, _spelled(tokens.values()), strict=True))))
         case FallbackPieces(table=table, strip_char=char, strip=strip):
             pairs = _replaced(_decoder_steps(backend))
-            shown = {index: _fallback_piece(token, pairs) for index, token in tokens.items()}
-            return FallbackPieces(_with(table, shown), char, strip)
+            visible = {index: _fallback_piece(token, pairs) for index, token in tokens.items()}
+            return FallbackPieces(_with(table, visible), char, strip)
         case OpaquePieces(anchor=anchor):
             return OpaquePieces(backend, frozenset(), anchor, skip_special=False)
 

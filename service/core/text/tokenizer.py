@@ -75,8 +75,8 @@ class Tokenizer:
         self._special = _special_pattern(backend)
         added = backend.get_added_tokens_decoder()
         self.added = {token.content: index for index, token in added.items()}
-        self._shown = {index: token.content for index, token in added.items() if token.special}
-        self.special = frozenset(self._shown)
+        self._special_texts = {index: token.content for index, token in added.items() if token.special}
+        self.special = frozenset(self._special_texts)
         self.template_source = "".join(template.source for template in templates.values())
         self._longest = longest_token(backend, self.pieces)  # bytes
         self._plain = is_plain(backend)
@@ -120,7 +120,7 @@ class Tokenizer:
     @cached_property
     def all_pieces(self) -> Pieces:
         """Returns `pieces` with special tokens included."""
-        return with_special(self.pieces, self._backend, self._shown)
+        return with_special(self.pieces, self._backend, self._special_texts)
 
     @cached_property
     def token_texts(self) -> TokenTexts:

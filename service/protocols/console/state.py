@@ -55,17 +55,17 @@ class ConsoleState:
     def _read(self) -> dict[str, object]:
         cases = self._cases
         return {
-            "load": _shown(render_load.load(cases)),
+            "load": _page_state(render_load.load(cases)),
             "model": self._model(),
             "objection": cases.objection,
-            "optimizations": [_shown(render.optimization(switch)) for switch in cases.switches.all()],
+            "optimizations": [_page_state(render.optimization(switch)) for switch in cases.switches.all()],
             "cache_bytes": dict(cases.caches.held()),
             "errors": list(self._errors()),
         }
 
     def _model(self) -> dict[str, Any] | None:
         ready = self._cases.engine.state is EngineState.READY and self._cases.engine.info is not None
-        return _shown(render.model(self._cases.model.describe())) if ready else None
+        return _page_state(render.model(self._cases.model.describe())) if ready else None
 
     def _errors(self) -> Iterator[dict[str, object]]:
         for record in self._cases.instruments.recent:
@@ -79,7 +79,7 @@ class ConsoleState:
             }
 
 
-def _shown(message: Message) -> dict[str, Any]:
+def _page_state(message: Message) -> dict[str, Any]:
     """Fields that are zero, too."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True

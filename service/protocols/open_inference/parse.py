@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.api import Priority
 from service.core.errors import Unimplemented, UnknownModel
-from service.core.request import COMPANY, CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
+from service.core.request import COALESCING_DELAY, CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.sampling import Parameters, from_json, from_parameters
@@ -69,7 +69,7 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
         output=Output(True, False, None, skip_special=parameters.skip_special),
         priority=Priority.NORMAL,
         time_budget=None,
-        delivery=Delivery(1, 0.0, COMPANY),
+        delivery=Delivery(1, 0.0, COALESCING_DELAY),
         cache=CacheUse(),
         seeded=parameters.seeded,
         constraint=parameters.constraint(),
@@ -111,5 +111,5 @@ def _outputs(message: pb.ModelInferRequest, inputs: Mapping[str, Value], found: 
             found.add(f"outputs[{tensor.name[:64]}]", f"is no tensor of this answer{asked}")
         if tensor.parameters:
             found.add(f"outputs[{tensor.name[:64]}].parameters", "must be empty")
-    wished = {tensor.name for tensor in message.outputs}
-    return frozenset(there & wished if wished else there)
+    requested = {tensor.name for tensor in message.outputs}
+    return frozenset(there & requested if requested else there)

@@ -107,15 +107,15 @@ class Parameters:
         given, field = self._values[name], self._prefix + name
         if isinstance(given, str):
             given = from_json(given.encode(), self._found, field)
-        wished = {key: value for key, value in given.items() if value} if isinstance(given, dict) else {}
-        kind, value = next(iter(wished.items()), ("", None))
-        for other in wished:
+        structured = {key: value for key, value in given.items() if value} if isinstance(given, dict) else {}
+        kind, value = next(iter(structured.items()), ("", None))
+        for other in structured:
             if other not in _KINDS:
                 raise Unimplemented(f"{field}.{other[:64]}", f"{field}.{other[:64]}: this server does not serve it")
         if kind == "json":
             value = value if isinstance(value, str) else json.dumps(value)
         texts = [] if kind == "json_object" else value if kind == "choice" else [value]
-        if len(wished) != 1 or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        if len(structured) != 1 or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             self._found.add(field, "must be an object with one of json, json_object, regex, choice and grammar")
             return None
         return read_constraint(_KINDS[kind], texts, self._found, f"{field}.{kind}")

@@ -9,7 +9,7 @@ from typing import Literal
 from engine.api import Priority
 from service.core.errors import Unimplemented
 from service.core.request import (
-    COMPANY,
+    COALESCING_DELAY,
     CacheUse,
     ConstraintText,
     Delivery,
@@ -35,7 +35,7 @@ from service.protocols.sampling_fields import (
 )
 
 _SAMPLING = "sampling_params."
-_EACH_TOKEN = Delivery(1, 0.0, COMPANY)
+_EACH_TOKEN = Delivery(1, 0.0, COALESCING_DELAY)
 # Fields of the use cases, as this protocol calls them.
 NAMES = {
     TokenPrompt.field: "tokenized.input_ids",
@@ -61,8 +61,8 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> ParsedGener
     request = Request(
         request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
-        sampling=read_sampling(_sampling_wish(given), facts, found, _SAMPLING),
-        stops=read_stops(_stop_wish(given), facts, found, _SAMPLING, scored=given.HasField("prompt_logprobs")),
+        sampling=read_sampling(_sampling_fields(given), facts, found, _SAMPLING),
+        stops=read_stops(_stop_fields(given), facts, found, _SAMPLING, scored=given.HasField("prompt_logprobs")),
         output=Output(
             False, True, _logprobs("logprobs", given, found), True, _logprobs("prompt_logprobs", given, found)
         ),
@@ -104,7 +104,7 @@ def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -
     return TokenPrompt(())
 
 
-def _sampling_wish(given: pb.SamplingParams) -> SamplingFields:
+def _sampling_fields(given: pb.SamplingParams) -> SamplingFields:
     """Reads 0 as "off" in numbers without presence: a gateway applies the model's defaults itself."""
     return SamplingFields(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
@@ -119,7 +119,7 @@ def _sampling_wish(given: pb.SamplingParams) -> SamplingFields:
     )
 
 
-def _stop_wish(given: pb.SamplingParams) -> StopFields:
+def _stop_fields(given: pb.SamplingParams) -> StopFields:
     return StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         fitted=True,

@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.api import Priority
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.core.request import (
-    COMPANY,
+    COALESCING_DELAY,
     Access,
     CacheUse,
     ChatPrompt,
@@ -58,7 +58,7 @@ _ACCESS = {
 
 # Of a message without them.
 _OUTPUT = Output(text=True, token_ids=False, logprobs=None)
-_DELIVERY = Delivery(1, 0.0, COMPANY)
+_DELIVERY = Delivery(1, 0.0, COALESCING_DELAY)
 _CACHE = CacheUse()
 
 
@@ -139,7 +139,7 @@ def _sampling(message: GenerationMessage) -> SamplingFields | None:
 
 def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Stops:
     given = message.stopping
-    wish = StopFields(
+    fields = StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
         strings=given.stop_strings,
@@ -148,7 +148,7 @@ def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> 
         include=given.include_stop,
     )
     scored = message.output.HasField("prompt_logprobs")
-    return read_stops(wish, facts, found, "stopping.", "stop_strings", scored=scored)
+    return read_stops(fields, facts, found, "stopping.", "stop_strings", scored=scored)
 
 
 def _answers(message: GenerationMessage, found: Violations) -> int:
@@ -205,9 +205,9 @@ def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
     tokens = given.max_tokens_per_message if sized else 1
     found.number("delivery.max_tokens_per_message", tokens, 1, MAX_TOKENS_PER_MESSAGE)
     if not given.HasField("max_delay"):
-        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, None if sized else COMPANY)
+        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, None if sized else COALESCING_DELAY)
     delay = _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found)
-    return Delivery(tokens, delay, None if sized else min(delay, COMPANY))
+    return Delivery(tokens, delay, None if sized else min(delay, COALESCING_DELAY))
 
 
 def _cache(given: pb.CacheOptions, found: Violations) -> CacheUse:
@@ -245,8 +245,8 @@ def _access(field: str, given: int, found: Violations) -> Access | None:
 
 
 def _refuse_unimplemented(request: Request, facts: ModelFacts, semantic: bool) -> None:
-    wished = request.cache.semantic
-    if not semantic and wished is not None and (wished.read or wished.write):
+    requested = request.cache.semantic
+    if not semantic and requested is not None and (requested.read or requested.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")
     _refuse_chat(request.prompt, facts)
 

@@ -17,7 +17,7 @@ from service.transport.identity.token_entries import TokenEntry, read_entries
 from service.transport.port.files import FileWatch
 
 _SOON = 7 * 86_400.0  # seconds before an entry expires, from which on a line says so
-_NOBODY = TokenEntry(
+_NO_ENTRY = TokenEntry(
     Caller("", frozenset()), None, secrets.token_bytes(32), 0
 )  # whom a token stands for that is not known
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class TokenFile:
     def _of_token(self, token: bytes) -> TokenEntry:
         """Looks up a digest, and compares unknown tokens as well, so that timing reveals nothing of any token."""
         digest = hashlib.sha256(token).digest()
-        entry = self._entries.tokens.get(digest, _NOBODY)
+        entry = self._entries.tokens.get(digest, _NO_ENTRY)
         if not hmac.compare_digest(entry.digest, digest):
             raise Unauthenticated("the token is not known", Reason.TOKEN_UNKNOWN)
         return entry

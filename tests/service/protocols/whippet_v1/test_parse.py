@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest
 from service.core.model import resolve_defaults
-from service.core.request import COMPANY, ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
+from service.core.request import COALESCING_DELAY, ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatMessage, SamplingDefaults
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import decode
@@ -151,11 +151,11 @@ def test_stop_tokens_include_the_models_own_unless_ignored() -> None:
 
 
 def test_delivery_defaults() -> None:
-    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, coalescing_delay=COMPANY)
+    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, coalescing_delay=COALESCING_DELAY)
     one = pb.DeliveryOptions(max_tokens_per_message=1)
     assert read(pb.GenerateRequest(delivery=one)).delivery == Delivery(1, 0.0)
     late = pb.DeliveryOptions(max_delay=Duration(seconds=1))
-    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, coalescing_delay=COMPANY)
+    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, coalescing_delay=COALESCING_DELAY)
     late.max_delay.FromMilliseconds(10)
     assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 0.01, coalescing_delay=0.01), (
         "who sets a delay gets it"
