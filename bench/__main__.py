@@ -33,9 +33,7 @@ PARTS = {
     "decode": BenchPart(
         "bench.decode:command", "one stream: tokens a second, gaps, first token, memory, roofline", True
     ),
-    "serve": BenchPart(
-        "bench.serve:command", "load over gRPC: streams, arrivals, traces, files of prompts", True
-    ),
+    "serve": BenchPart("bench.serve:command", "load over gRPC: streams, arrivals, traces, files of prompts", True),
     "offline": BenchPart("bench.offline:command", "many requests at once in the engine, without gRPC"),
     "speculation": BenchPart("bench.live:speculation", "drafts: with and without, in turns", True),
     "cache": BenchPart("bench.live:cache", "stored answers, known beginnings, questions in other words", True),
@@ -85,7 +83,6 @@ def runs(given: argparse.Namespace) -> Iterator[BenchRun]:
 
 
 def all_parts(argv: Sequence[str]) -> int:
-    """Runs every part into a folder, and the report."""
     parser = argparse.ArgumentParser(prog="whippet bench all", description=all_parts.__doc__, allow_abbrev=False)
     parser.add_argument("--model", default=str(DEMO) if DEMO.exists() else None, help="a folder or a GGUF file")
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; fewer parts")
@@ -140,7 +137,6 @@ def _environment() -> dict[str, str]:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Renders the report of a folder of results anew."""
     from bench.report import write
 
     parser = argparse.ArgumentParser(prog="whippet bench report", description=report.__doc__)

@@ -42,8 +42,6 @@ _TOKENIZE = "/whippet.v1.GenerationService/Tokenize"
 
 @dataclass
 class AttackOutcome:
-    """Figures of an attack."""
-
     rest_mib: float = 0.0  # of the front, after a first round of everything
     peak_mib: float = 0.0
     end_mib: float = 0.0

@@ -199,7 +199,6 @@ def measure_chunks(library: KernelLibrary, launcher: Launcher) -> list[dict[str,
 
 
 def main() -> int:
-    """Measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--grid", action="append", default=[], metavar="WARPS,STAGES,LEAST", help="another division than the default"
@@ -278,8 +277,6 @@ def demo(folder: str) -> StepWeights:
 
 
 class Decode:
-    """Decodes rows, whose every token both heads choose."""
-
     def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights, *, top: bool = False) -> None:
         """`top`: rows that draw within a top_k."""
         self.weights, self.launcher = weights, launcher
@@ -316,7 +313,6 @@ class Decode:
         return graph
 
     def _draw_anew(self, keys: Sequence[int]) -> None:
-        """Replaces the noise of the rows."""
         if self.sampled is None:
             self.buffers.choice.noise_key.copy_(torch.tensor(keys))
             return
@@ -400,7 +396,6 @@ def choosing(library: Kernels, weights: StepWeights, buffers: StepBuffers, *, tw
 
 
 def models(folder: str | None) -> dict[str, Callable[[], StepWeights]]:
-    """Lists the models that decode, by name."""
     pages = ROWS * (ANEW // 16 + 1)
     found: dict[str, Callable[[], StepWeights]] = {
         name: partial(random_weights, spec, Format.BF16, pages, 2 * ANEW) for name, spec in MODELS.items()

@@ -113,8 +113,6 @@ def answer() -> CachedCompletion:
 
 
 class Lookups:
-    """Holds both caches over one Redis, filled."""
-
     def __init__(self, url: str) -> None:
         counter, keyring = Counters(), Keyring.generate()
         partitions = Partitions(keyring, ModelIdentity(weights="bench", tokenizer="bench"))
@@ -127,7 +125,6 @@ class Lookups:
         self.similar = SimilarCache(context, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
 
     async def fill(self, texts: list[str], entries: int) -> None:
-        """Stores real questions first, then random vectors."""
         filler = (f"{_FILLER}number {n} of many" for n in range(entries - len(texts)))
         for number, text in enumerate((*texts, *filler)):
             await self.similar.put(turn(text), answer())

@@ -53,7 +53,6 @@ class Change:
         return "slower" if self.low > beyond else "faster" if self.high < -beyond else "no difference"
 
     def line(self, tolerance: float = TOLERANCE) -> str:
-        """Returns the row of the table."""
         low, high = (f"{math.expm1(each):+.1%}" for each in (self.low, self.high))
         return (
             f"{self.name:34} {self.before:12.2f} {self.after:12.2f} {self.unit:9} {low:>7} … {high:>7}"
@@ -87,12 +86,10 @@ def middle(values: Sequence[float]) -> float:
 
 
 def changes(before: Mapping[str, Samples], after: Mapping[str, Samples], paired: bool) -> list[Change]:
-    """Compares every figure that both sides have."""
     return [change(name, one, after[name], paired) for name, one in before.items() if name in after]
 
 
 def regressions(found: Sequence[Change], tolerance: float) -> list[Change]:
-    """Returns the changes that are slower."""
     return [one for one in found if one.verdict(tolerance) == "slower"]
 
 
@@ -215,7 +212,6 @@ def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[di
 
 
 def joined(parts: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """Collects the rounds of several starts."""
     return {
         name: Samples(one.unit, tuple(value for part in parts for value in part[name].values))
         for name, one in parts[0].items()
@@ -223,7 +219,6 @@ def joined(parts: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
 
 
 def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
-    """Measures or reads, and prints the table."""
     parser = argparse.ArgumentParser(
         prog="whippet bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

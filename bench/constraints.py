@@ -299,8 +299,6 @@ class FakeTokenizer:
 
 
 class WordGrammars(Grammars):
-    """Makes grammars over such a vocabulary."""
-
     def __init__(self, size: int) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -312,8 +310,6 @@ class WordGrammars(Grammars):
 
 
 class ConstraintBench:
-    """Runs one scheduler after the other over one runner."""
-
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._keys = itertools.count(1)

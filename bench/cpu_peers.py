@@ -107,7 +107,6 @@ def peer_files(peer: LlamaCppPeer, gguf: str, work: Path) -> dict[str, str]:
 
 
 def arms(arguments: argparse.Namespace, peer: LlamaCppPeer | None) -> dict[Key, Arm]:
-    """Returns the arms by what is compared."""
     made = runners(arguments)
     theirs = {} if peer is None else peer_files(peer, arguments.gguf, Path(arguments.work))
     found: dict[Key, Arm] = {}

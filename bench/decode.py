@@ -82,7 +82,6 @@ class EngineArm:
         return answer
 
     def close(self) -> None:
-        """Gives the memory back."""
         self.runner.close()
         del self.runner
         gc.collect()
@@ -95,13 +94,11 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Returns random ids, the same in every arm."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
 
 
 def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """Measures all contexts, then first tokens."""
     rows: dict[int, dict[str, Any]] = {}
     for context in given.context:
         warm, *others = prompts(given.rounds + 1, context, vocabulary)
@@ -114,7 +111,6 @@ def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[s
 
 
 def engine_settings(given: argparse.Namespace) -> EngineSettings:
-    """Configures one sequence, as long as the longest answer."""
     return EngineSettings(
         model=given.model,
         device=given.device,
@@ -192,7 +188,6 @@ def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary
 
 
 def at_target(given: argparse.Namespace) -> Result:
-    """Measures the streams of a running server."""
     from bench import own_server
 
     model = own_server.served_model(given.target, given.token)
@@ -255,7 +250,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints the tables."""
     given = arguments(argv)
     if given.target is not None:
         return at_target(given)

@@ -45,8 +45,6 @@ Metadata = tuple[tuple[str | bytes, str | bytes], ...]
 
 
 class Rogue:
-    """Drives one connection and discards the server's output."""
-
     def __init__(self, address: str, path: str | bytes = GENERATE, metadata: Metadata = ()) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), _SLOW)

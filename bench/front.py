@@ -205,7 +205,6 @@ def best() -> tuple[dict[str, dict[str, float]], Keep]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Measures everything, kinds interleaved."""
     result, keep = best()
     paths(rounds, keep)
     with server(*WIDE, "--fake.tokens-per-step=8") as (address, pid):
@@ -250,7 +249,6 @@ SHARES = (None, 0.01, 1.0)  # None: traces are off
 
 
 def collector() -> tuple[grpc.Server, str]:
-    """Starts a trace collector that accepts everything."""
     handler = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
     taking = grpc.server(ThreadPoolExecutor(1))
     taking.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_EXPORT, {"Export": handler}),))

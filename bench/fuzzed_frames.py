@@ -146,7 +146,6 @@ def harmless_settings(rng: Random) -> bytes:
 
 
 def pings(rng: Random) -> bytes:
-    """Thousands, then one of another size."""
     frames = b"".join(frame(PING, 0, 0, rng.randbytes(8)) for _ in range(10_000))
     return _HELLO + frames + frame(PING, rng.choice([0, ACK]), 0, bytes(rng.randrange(20)))
 
@@ -322,7 +321,6 @@ def say(address: str, frames: bytes, tls: bool) -> None:
 
 
 def _trusting() -> ssl.SSLContext:
-    """Makes a context that trusts every certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

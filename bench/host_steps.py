@@ -153,7 +153,6 @@ def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 
 def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
-    """Builds a runner as an engine process does."""
     settings = EngineSettings(
         model=given.model,
         load_format=given.load_format,
@@ -302,8 +301,6 @@ class ManyRows:
 
 
 class Prompts:
-    """Claims every row that the other executors left over."""
-
     def claims(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         return rows
 

@@ -121,7 +121,6 @@ def median_us(launcher: Launcher, launches: Sequence[Launch], each: int) -> floa
 
 
 def median_of_replays(enqueue: Callable[[], None], each: int) -> float:
-    """Returns the same of any enqueued work."""
     enqueue()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -141,8 +140,6 @@ def median_of_replays(enqueue: Callable[[], None], each: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Rate of a decode, and its measurements."""
-
     tokens_per_second: float  # of one row
     microseconds: float  # a step
     spread: float  # (slowest - fastest) / median
@@ -150,8 +147,6 @@ class Timing:
 
 
 class KernelBench:
-    """Measures one model in one format, on one GPU."""
-
     def __init__(
         self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int, bandwidth: float
     ) -> None:
@@ -279,7 +274,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures what was asked for."""
     given = arguments()
     launcher = Launcher()
     library = open_library(torch.cuda.get_device_capability())
@@ -342,7 +336,6 @@ class Case:
 
 
 def cases(model: str) -> list[Case]:
-    """Lists the products of one layer of a model."""
     spec = SPECS[model]
     return [
         Case("queries, keys, values", spec.heads.rows, spec.hidden),
@@ -362,8 +355,6 @@ def divisions(case: Case, tokens: int, gpu: GpuShape) -> Iterator[few.Division]:
 
 
 class ProductCase:
-    """Times one case with random numbers."""
-
     def __init__(self, case: Case, tokens: int, library: KernelLibrary, launcher: Launcher) -> None:
         self._case, self._tokens, self._library, self._launcher = case, tokens, library, launcher
         count = int(-(-_CHAIN_BYTES // (2 * case.rows * case.columns)))
@@ -419,7 +410,6 @@ class ProductCase:
 
 
 def measure(case: Case, tokens: int, library: KernelLibrary, launcher: Launcher, every: bool) -> dict[str, object]:
-    """Returns one record of a result file."""
     chosen = few.divide(tokens, case.rows, case.columns, library.gpu, gated=case.gated)
     tried = list(divisions(case, tokens, library.gpu)) if every else [] if chosen is None else [chosen]
     chain = ProductCase(case, tokens, library, launcher)

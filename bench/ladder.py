@@ -107,7 +107,6 @@ def table(rates: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints the table."""
     parser = argparse.ArgumentParser(
         prog="whippet bench ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

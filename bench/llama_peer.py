@@ -38,7 +38,6 @@ def requantize(source: str, target: str, kind: str) -> None:
 
 
 def fill(batch: Any, places: list[tuple[int, int, int, bool]]) -> None:
-    """Adds token, position, stream, and whether logits are wanted."""
     batch.n_tokens = len(places)
     for at, (token, position, stream, wanted) in enumerate(places):
         batch.token[at], batch.pos[at] = token, position

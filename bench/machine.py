@@ -58,8 +58,6 @@ class MachineJob:
 
 @dataclass
 class MachineFigures:
-    """Collects the figures of all trees and writes machine.json."""
-
     trees: Sequence[Tree]
     path: Path
     values: dict[tuple[str, str, str], dict[str, float]] = field(

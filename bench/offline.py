@@ -191,7 +191,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
-    """Returns a workload, and the one beside it."""
     streams = name.removeprefix("beside")
     if streams == name or not streams.isdigit():
         return workload(name, prompt, tokens), None
@@ -315,8 +314,6 @@ TIMES = {
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """Holds the predicted figures of one workload."""
-
     tokens_per_second: float
     requests_per_second: float
     first_ms_p95: float

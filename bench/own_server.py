@@ -138,7 +138,6 @@ def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> byt
 
 
 def ask(running: RunningServer | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> PacedAnswer:
-    """Reads one answer over a connection of its own."""
     payloads: list[tuple[float, bytes]] = []
     marks: list[float] = []
 

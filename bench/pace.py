@@ -58,7 +58,6 @@ def quantile(values: Items[float], share: float) -> float:
 
 
 def figures(answers: Items[PacedAnswer]) -> dict[str, float]:
-    """Returns figures of several answers to the same question."""
     rates = [one.rate for one in answers]
     gaps = [gap for one in answers for gap in one.gaps()]
     return {

@@ -65,7 +65,6 @@ class PeerKind:
         return "needs a folder, not a GGUF file" if self.package != "engine" and Path(model).is_file() else ""
 
     def version(self) -> str:
-        """Returns the installed version."""
         from importlib.metadata import PackageNotFoundError, version
 
         for name in (self.package, self.package.replace("_", "-"), "whippet-serve", "llama-cpp-python"):
@@ -310,7 +309,6 @@ class PeerProcess:
         return self.take()
 
     def close(self) -> None:
-        """Ends the peer's process."""
         self._process.terminate()
         try:
             self._process.communicate(timeout=10)
@@ -364,7 +362,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures all that are installed, and prints the table."""
     given = arguments(argv)
     absent: dict[str, str] = {}
     rates: dict[str, list[float]] = {}
@@ -402,7 +399,6 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, PeerProcess]:
-    """Loads all that are installed, one after the other."""
     running: dict[str, PeerProcess] = {}
     for name in given.peers:
         kind = KINDS[name]

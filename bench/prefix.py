@@ -64,11 +64,9 @@ class DevicePages:
         self._index = PrefixIndex(self._pool)
 
     def match(self, blocks: Items[int]) -> int:
-        """Returns how many leading blocks are held."""
         return len(self._index.find(self._sequence(blocks)))
 
     def insert(self, blocks: Items[int]) -> None:
-        """Runs a sequence that computes them all and ends."""
         sequence = self._sequence(blocks[: self._pool.total])
         self._index.begin(sequence, self._index.find(sequence))
         whole = len(sequence.token_ids) // PAGE_SIZE

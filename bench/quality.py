@@ -90,7 +90,6 @@ def folders(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, Path
 
 
 def main() -> None:
-    """Measures one after another."""
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)

@@ -43,7 +43,6 @@ def free_port() -> int:
 
 
 def write_keys(path: Path) -> Path:
-    """Writes a key file with one random key."""
     path.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
     return path
 
@@ -152,7 +151,6 @@ class Proxy:
         return f"redis://127.0.0.1:{self.port}/0"
 
     async def start(self) -> Proxy:
-        """Listens on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self

@@ -317,7 +317,7 @@ class ReplayIndex(Protocol):
     """Finds and keeps prefixes: `LruBlocks` here, the engine's own index in `bench.prefix`."""
 
     def match(self, blocks: Sequence[int]) -> int:
-        """Returns how many leading blocks are held."""
+        pass
 
     def insert(self, blocks: Sequence[int]) -> None: ...
 
@@ -365,7 +365,6 @@ class PrefixReport:
 
 
 def replay_prefix(requests: Sequence[TraceRequest], index: ReplayIndex) -> PrefixReport:
-    """Matches and then inserts one request after the other."""
     heads = {request.blocks[0] for request in requests if request.blocks}
     hits = head_hits = blocks = 0
     for request in requests:

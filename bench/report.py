@@ -36,7 +36,6 @@ class Chart:
 
     @property
     def most(self) -> float:
-        """Returns the largest of all values."""
         values = [value for line in self.lines.values() for value in line if value is not None]
         values += [high for line in (self.bounds or {}).values() for _, high in line]
         return max(values, default=0.0) or 1.0
@@ -44,8 +43,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Describes a section of the page."""
-
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -57,7 +54,6 @@ class Section:
 
 
 def decode(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows rates against the roofline, and memory."""
     for arm, title in (("engine", "One stream, in the engine"), ("served", "One stream, through gRPC")):
         if arm not in figures:
             continue
@@ -108,7 +104,6 @@ def _memory(found: Mapping[str, Any]) -> Section:
 
 
 def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows load against latency."""
     loads = figures["loads"]
     head = ["load", "tokens/s", "requests/s", "first token, ms, p50", "p95", "p99", "a token, ms, p95", "errors"]
     keys = ("output_tokens_per_second", "requests_per_second", "ttft_ms_p50", "ttft_ms_p95", "ttft_ms_p99")
@@ -140,7 +135,6 @@ def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def speculation(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows acceptance and its gain."""
     found = figures["sets"]
     head = ["prompts", "with drafts, tokens/s", "without", "times", "accepted of proposed", "acceptance", "same ids"]
     rows = [
@@ -168,7 +162,6 @@ def speculation(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def cache(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Hits with their error, and what they save."""
     rows: list[Sequence[object]] = [[name, one["p50"], one["p95"]] for name, one in figures["ms"].items()]
     times = {share: [one[share] for one in figures["ms"].values()] for share in ("p50", "p95")}
     charts = [Chart("Time by where it comes from", "ms", list(figures["ms"]), times, bars=True)]
@@ -195,7 +188,6 @@ def cache(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def quality(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows what fewer bits cost."""
     rows: list[Sequence[object]] = []
     for name, one in figures["forms"].items():
         if "left_out" in one:
@@ -231,7 +223,6 @@ def start(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows each optimisation's own gain."""
     found = figures["rungs"]
     rows = [[one["rung"], one["tokens_per_second"], f"{one['gain']:.2f}", f"{one['total']:.2f}"] for one in found]
     lines = {"tokens/s": [one["tokens_per_second"] for one in found]}
@@ -245,7 +236,6 @@ def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def peers(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows this engine beside others."""
     found = figures["rows"]
     rows: list[Sequence[object]] = [
         [one["peer"], one["tokens_per_second"], one["first_ms"], one["whippet_times"]] for one in found

@@ -46,7 +46,6 @@ def code_hash(bench: str, root: Path = ROOT) -> str:
 
 
 def digest(files: Mapping[str, bytes]) -> str:
-    """Hashes files by name and content."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -136,7 +135,6 @@ def _version() -> str:
 
 
 def device() -> str:
-    """Names the GPU, or the processor with its cores."""
     if gpu := _gpu():
         return gpu
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

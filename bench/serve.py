@@ -40,8 +40,6 @@ _PEAK = 3.0, 20.0  # seconds at least and at most in which the peak is looked fo
 
 @dataclass(slots=True)
 class ServeBench:
-    """Drives a server and its callers."""
-
     crew: Crew
     server: RunningServer | None
     model: model_pb2.Model
@@ -184,7 +182,6 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[ServeBench]:
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Returns our flags, and the flags of the server."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; default: one is started")
     parser.add_argument("--token", default="", help="of a caller of that server")
@@ -217,8 +214,6 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
 
 
 def plot(path: Path, title: str, found: Sequence[tuple[str, LoadOutcome]]) -> None:
-    """Plots rate, first token and pace over the loads."""
-
     def lines(of: Callable[[LoadOutcome], dict[str, float]]) -> dict[str, list[float | None]]:
         return {share: [of(one).get(share, 0.0) for _, one in found] for share in ("p50", "p95", "p99")}
 

@@ -57,8 +57,6 @@ class SoakQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """A text, and two ways in which it continued."""
-
     text: tuple[int, ...]
     one: int
     other: int

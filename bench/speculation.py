@@ -335,12 +335,10 @@ class Beside:
 
     @property
     def acceptance(self) -> float:
-        """Returns the share of drafted tokens that were right."""
         return sum(one.accepted for one in self.on) / max(1, sum(one.proposed for one in self.on))
 
     @property
     def same(self) -> bool:
-        """Returns whether every answer was the same."""
         return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
 
 
@@ -433,11 +431,9 @@ class Forced:
         return 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """Reaches to the end of the known answer."""
         return min(self._depth, len(self._rest(sequence)))
 
     def propose(self, wishes: Items[Wish]) -> list[Draft]:
-        """Returns the coming tokens, but for the mistakes."""
         return [tuple(map(self._spoiled, self._rest(one.sequence)[: one.most])) for one in wishes]
 
     def _rest(self, sequence: SequenceState) -> Items[int]:

@@ -50,7 +50,6 @@ _LONGEST = 300.0  # seconds of a start
 
 
 def engine(settings: EngineSettings, cache: Path) -> dict[str, Any]:
-    """Measures one engine process."""
     with _environment(WHIPPET_CACHE_DIR=str(cache)):
         began = time.monotonic()
         begun = Begun(settings.kind)
@@ -136,7 +135,6 @@ _GIVEN = ("device", "load_format", "max_sequences", "max_context", "kv_bytes")
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-    """Sets the environment of processes that are started meanwhile."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -164,8 +162,6 @@ _WARM = 3  # bursts that do not count
 
 
 class BurstCallers:
-    """Holds connections that call a server together."""
-
     def __init__(self, address: str, count: int) -> None:
         self._clients = [FrameClient(address, time.monotonic) for _ in range(count)]
         self._job = LoadJob(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)

@@ -77,7 +77,6 @@ class LocalModel:
         return round_of(scheduler, self.runner, lambda: self.admit(scheduler), self._tokens, self._rows, clock)
 
     def scheduler(self) -> Any:
-        """Makes a scheduler of the running tree."""
         from engine.kv.page_pool import PagePool
         from engine.scheduling.limits import Limits
         from engine.scheduling.scheduler import Scheduler
@@ -93,7 +92,6 @@ class LocalModel:
         return Scheduler(limits, PagePool(info.total_pages))
 
     def admit(self, scheduler: Any) -> None:
-        """Hands over a round's requests."""
         from engine.api import GREEDY, GenerationRequest, Stopping
         from engine.scheduling.sequence import Sequence as EngineSequence
 

@@ -57,8 +57,6 @@ CHANCES = ((0.5, 3), (0.7, 3), (0.9, 3), (0.5, 7), (0.7, 7), (0.9, 7))  # that a
 
 @dataclass
 class Text:
-    """One sequence, and the plain steps' tokens for it."""
-
     prompt: list[int]
     most: int  # tokens it may hold
     streams: int  # sequences of it
@@ -140,8 +138,6 @@ def row_state(state: SequenceState) -> RowState:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRun:
-    """Figures of a text made in verifying steps."""
-
     tokens: int
     seconds: float
     rounds: int
@@ -174,12 +170,10 @@ def run(device: CapturedRounds, text: Text, group: int) -> VerifyRun:
 
 
 def expected(chance: float, drafts: int) -> float:
-    """Returns the expected tokens of a verifying step."""
     return sum(chance**i for i in range(drafts + 1))
 
 
 def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
-    """Makes a draft model over the same pages."""
     spec = replace(DRAFT, vocabulary=vocabulary)
     weights = random_weights(spec, FORMATS["bf16"], pages, most)
     if two_pass.why_not(weights.head) is None:
@@ -188,7 +182,6 @@ def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
 
 
 def future_of(text: Text) -> torch.Tensor:
-    """Returns the tokens that a forced draft knows."""
     ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
     known = [*text.prompt, *text.plain]
     ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
@@ -289,7 +282,6 @@ def measure(model: str, form: str, context: int, drafted: bool, streams: int) ->
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=SPECS, default="qwen3-0.6b")
     parser.add_argument("--format", choices=FORMATS, default="bf16")

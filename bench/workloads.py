@@ -219,7 +219,6 @@ def _cut(text: str, start: int, length: int) -> str:
 
 
 def _prose(text: str) -> str:
-    """Returns a module's longest docstring."""
     nodes = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     ]

@@ -122,8 +122,6 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """Reason and timings of a sequence's end."""
-
     reason: FinishReason
     stop_token_id: int | None  # where a stop token ended it; it is then also the last of the token ids
     cached_tokens: int  # of the prompt, whose keys and values were there
@@ -181,16 +179,12 @@ class Reverted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerInfo:
-    """Availability of a proposer of drafts."""
-
     name: str
     why_not: str = ""  # empty where it is in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of the loaded model."""
-
     architecture: str
     weight_format: str
     dtype: str  # of arithmetic
@@ -225,8 +219,6 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Load of the engine, as of its last report."""
-
     running: int = 0
     waiting: int = 0
     paused: int = 0
@@ -297,7 +289,7 @@ class Engine(Protocol):
 
     @property
     def reverts(self) -> Mapping[str, int]:
-        """Counts reverts by name."""
+        pass
 
     async def start(self) -> None:
         """Returns when the engine is ready. Raises InvalidModel or Unsupported where it never will be."""

@@ -30,7 +30,6 @@ class JsonLines(logging.Formatter):
 
 
 def use_json(process: str) -> None:
-    """Applies to all handlers of this process's log."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines(process))
     logging.captureWarnings(True)

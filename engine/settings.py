@@ -57,8 +57,6 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of loading and running the model."""
-
     device: Device = setting("auto", "what computes; auto: a GPU where one is usable")
     dtype: Dtype = setting("auto", "of arithmetic; auto: the weights' own on a GPU, on a CPU as its units have it")
     decoder: DecoderChoice = setting("auto", "the best executor that is allowed; auto: any that this machine can use")
@@ -77,8 +75,6 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Options that share the engine among requests."""
-
     max_sequences: int | None = setting(
         None, "sequences that run at once; unset: 64 on a CPU, on a GPU 512 or what its memory is for", ge=1, le=1024
     )
@@ -141,8 +137,6 @@ class FakeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelOptions, EngineOptions):
-    """Settings of the engine process."""
-
     model: str  # the folder; empty for a fake that speaks bytes
     model_digest: str | None = None  # that the folder must have, as `quant.checkpoint.digest.of_model` writes it
     log_level: LogLevel = "info"
@@ -152,6 +146,5 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
 
 
 def switches_of(settings: EngineSettings) -> dict[str, bool]:
-    """Returns the engine's switches as set."""
     names = [one.name for kind in (ExecutionSwitches, PrefixSwitches) for one in fields(kind)]
     return {name: getattr(settings, name) for name in names}

@@ -114,7 +114,6 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
-    """What to print, and the bars that were missed."""
     from quant.quantizer import QuantizeOptions, quantize
 
     options = QuantizeOptions(

@@ -136,7 +136,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
-    """The ids that the tokenizer puts before every text."""
     bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
     return list(full[: full.index(bare[0])]) if bare and bare[0] in full else []
 

@@ -49,8 +49,6 @@ class _Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _TensorToWrite:
-    """A tensor that is to be written."""
-
     name: str
     file: _Holder
     dtype: torch.dtype

@@ -39,7 +39,6 @@ class Fold:
 
 
 def folds(config: ModelConfig) -> tuple[Fold, ...]:
-    """In the order of the forward pass."""
     queries = config.heads * config.head_dim
     return (
         Fold(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "input_layernorm", config.hidden_size),

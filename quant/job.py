@@ -61,7 +61,6 @@ class QuantizeJob:
 
     @property
     def layers(self) -> tuple[Record, ...]:
-        """What was recorded of each finished layer."""
         return tuple(self._state["layers"])
 
     @property
@@ -73,7 +72,6 @@ class QuantizeJob:
         return self._state.get("notes", {}).get(name)
 
     def note(self, name: str, value: Any) -> None:
-        """Stores a value as JSON."""
         self._state.setdefault("notes", {})[name] = value
         self._save()
 
@@ -111,7 +109,6 @@ class QuantizeJob:
             part.unlink()
 
     def assembled_elsewhere(self) -> None:
-        """Another package wrote the model folder."""
         self._state["assembled"] = True
         self._save()
 

@@ -73,7 +73,6 @@ def _plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """Markdown of one evaluation."""
     lines = [f"Text: {evaluation.windows} windows, {evaluation.tokens} predicted tokens.", ""]
     found = evaluation.comparison
     if found is None:

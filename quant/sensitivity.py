@@ -71,7 +71,6 @@ def least_bits(config: ModelConfig, groups: Iterable[int]) -> float:
 
 
 def uniform(group: int) -> BitPlan:
-    """Returns the plan of four bits throughout."""
     return BitPlan(group, {}, 4 + _GROUP_BITS / group)
 
 

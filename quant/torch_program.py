@@ -20,8 +20,6 @@ class ProgramRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a program would import."""
-
     dotted: str
 
 
@@ -36,8 +34,6 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: elements of a storage."""
-
     storage: Storage
     offset: int
     shape: tuple[int, ...]
@@ -122,7 +118,6 @@ class _Machine:
         _of(list, self.stack[-1]).extend(items)
 
     def storage(self) -> None:
-        """('storage', its type, key, device, count)"""
         tag, kind, key, _, count = _of(tuple, self.stack.pop())
         if tag != "storage" or not isinstance(kind, Name) or kind.dotted not in _STORAGES:
             raise ProgramRefused("it has a storage of a kind that is not known")

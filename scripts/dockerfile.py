@@ -14,8 +14,6 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction, continuation lines joined."""
-
     word: str
     rest: str
 

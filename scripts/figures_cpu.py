@@ -178,7 +178,6 @@ def soak(results: Results, key: str) -> float:
 
 
 def overload(results: Results) -> str:
-    """Renders loads of several times the peak."""
     rows = [
         [
             "at its peak" if "of_peak" not in run else "five times the peak",

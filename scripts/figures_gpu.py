@@ -106,7 +106,6 @@ def peers_h100(results: Results) -> str:
 
 
 def published(results: Results) -> str:
-    """Others' own figures, in a sentence."""
     rates = results["peers-h100"]["published"]["tokens_per_second"]
     return "; ".join(f"{name} {rate:,}" for name, rate in rates.items())
 

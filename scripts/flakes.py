@@ -42,8 +42,6 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+)$", re.MULTILINE)
 
 @dataclass
 class TierRun:
-    """Holds the outcome of one run of the tier."""
-
     seed: int
     seconds: float
     exit_code: int

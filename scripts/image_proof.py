@@ -151,7 +151,6 @@ def _context(folder: Path) -> Path:
 
 
 def _mirror() -> str | None:
-    """Returns this machine's mirror of Debian's packages."""
     path = Path("/etc/apt/sources.list.d/debian.sources")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split()[1] for line in lines if line.startswith("URIs:")), None)
@@ -170,7 +169,6 @@ def run(command: list[str]) -> None:
 
 
 def step(what: str, do: Callable[[], None]) -> None:
-    """Prints what is done and how long it took."""
     began = time.monotonic()
     do()
     print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)

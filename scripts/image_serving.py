@@ -96,7 +96,6 @@ class Serving:
         check(process.wait(PATIENCE) == 0, "SIGTERM as process 1: exit code 0")
 
     def _grpcurl(self, pid: int, *words: str) -> subprocess.CompletedProcess[str]:
-        """Runs this machine's grpcurl in the server's network."""
         grpcurl = Path(sysconfig.get_path("scripts")) / "grpcurl"
         command = ["nsenter", f"--target={pid}", "--net", str(grpcurl), "-plaintext", *words]
         return subprocess.run(command, capture_output=True, text=True)

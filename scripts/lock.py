@@ -70,7 +70,6 @@ def besides(whole: str, part: str) -> str:
 
 
 def entries(text: str) -> list[str]:
-    """Splits a lock into packages with their hashes."""
     return re.findall(r"^\S+==.*(?:\n    --hash.*)*\n", text, re.MULTILINE)
 
 

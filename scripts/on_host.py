@@ -66,7 +66,6 @@ class _HostOperation:
         self._held: list[torch.Tensor] = []  # so that no id comes twice
 
     def here(self, one: Any) -> Any:
-        """Returns the argument's counterpart here."""
         if isinstance(one, torch.Generator) and one.device.type == self._device:
             return None
         if isinstance(one, torch.device) and one.type == self._device:

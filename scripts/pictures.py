@@ -108,7 +108,6 @@ def scale(bottom: float) -> Iterator[str]:
 
 
 def roof(group: Group, y: float) -> str:
-    """Labels the roofline with its tokens/s."""
     return text(across(1) - 8, y + 20, f"roofline {whole(group.roofline)}", "quiet", "end")
 
 
@@ -124,7 +123,6 @@ def row(bar: Bar, roofline: float, y: float) -> list[str]:
 
 
 def across(share: float) -> float:
-    """Returns the place of a share of the roofline."""
     return LABELS + share * (WIDTH - LABELS - RIGHT)
 
 

@@ -29,8 +29,6 @@ OLD_CPU = {"CPU_HIDE_FEATURES": _HIDDEN, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_
 
 @dataclass(frozen=True)
 class PytestCall:
-    """Describes one call of pytest."""
-
     arguments: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 

@@ -79,7 +79,6 @@ def exists(root: Path, place: str) -> bool:
 
 
 def defined(body: Sequence[ast.stmt]) -> set[str]:
-    """Returns names that the top of a module defines."""
     found: set[str] = set()
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

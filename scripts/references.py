@@ -25,7 +25,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def stale(root: Path) -> list[str]:
-    """Returns pages that differ from what would be written."""
     return [name for name, page in PAGES.items() if not (root / name).exists() or read(root / name) != page()]
 
 

@@ -99,8 +99,6 @@ def spread(count: int, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SanitizerOutcome:
-    """Result of a tool on a file."""
-
     passed: list[str]
     failed: list[str]
     findings: Counter[str]
@@ -112,7 +110,6 @@ class SanitizerOutcome:
 
 
 def outcome(tests: str, output: str) -> SanitizerOutcome:
-    """Reads pytest's output and the tool's."""
     summaries = _SUMMARY.findall(output)
     findings = Counter(one[:160] for one in _FINDING.findall(output))
     return SanitizerOutcome(

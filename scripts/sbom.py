@@ -15,7 +15,6 @@ OURS = "whippet-serve"
 
 
 def normal(name: str) -> str:
-    """Normalizes a name as package URLs do."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

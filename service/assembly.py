@@ -66,8 +66,6 @@ def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ServerParts:
-    """Parts that start and stop with the server."""
-
     identity: Identity
     reloader: Reloader
     engine: EngineClient

@@ -49,8 +49,6 @@ def message(request: LoadRequest, job: LoadJob) -> pb.GenerateStreamRequest:
 
 
 class LoadCaller:
-    """Asks one server over a few connections."""
-
     def __init__(self, address: str, token: str) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
         channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(_CONNECTIONS)]

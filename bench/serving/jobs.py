@@ -43,8 +43,6 @@ class LoadJob(msgspec.Struct, frozen=True):
 
 
 class EndedRequest(msgspec.Struct, array_like=True):
-    """One request as its caller saw it."""
-
     due: float  # when it was to be asked: what waits in the caller counts against the server
     begun: float  # when it was asked
     ended: float = 0.0
@@ -60,7 +58,6 @@ class EndedRequest(msgspec.Struct, array_like=True):
 
     @property
     def accepted(self) -> bool:
-        """Whether anything but a refusal arrived."""
         return self.messages > 0 or self.finishes > 0
 
     @property
@@ -79,7 +76,6 @@ class JobResult(msgspec.Struct):
 
 
 def bucket(seconds: float) -> int:
-    """Returns the histogram's bucket of a duration."""
     return round(math.log(max(seconds, 1e-7)) / _STEP)
 
 
@@ -135,8 +131,6 @@ _SMI = (
 
 @dataclass(slots=True)
 class MachineCounters:
-    """Counts what the machine did while a load ran."""
-
     front: float | None = None  # seconds of processor time that the front used; None where the server is not ours
     relays: float | None = None  # likewise of its relays together
     gpu: list[tuple[float, float]] = field(
@@ -146,7 +140,6 @@ class MachineCounters:
 
 @contextmanager
 def machine_counters(server: RunningServer | None) -> Iterator[MachineCounters]:
-    """Counts use of the machine within the block."""
     found = MachineCounters()
     before = (0.0, 0.0) if server is None else (cpu_seconds(server.pid), server.relays_cpu())
     sampler = _sampler()

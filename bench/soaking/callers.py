@@ -103,8 +103,6 @@ def _unary(asked: pb.GenerateStreamRequest) -> pb.GenerateRequest:
 
 @dataclass(slots=True)
 class _CallSeen:
-    """Results of one call so far."""
-
     texts: list[str] = field(default_factory=list)
     finishes: int = 0
     late: bool = False

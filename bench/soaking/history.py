@@ -28,8 +28,6 @@ PROMISED = frozenset({"unary", "stream", "slow", "guest", "leaves", "hurries"}) 
 
 @dataclass(frozen=True, slots=True)
 class OracleQuestion:
-    """A prompt of one tenant, and the oracle's answer."""
-
     tenant: str
     prompt: str
     answer: str
@@ -44,8 +42,6 @@ class Began:
 
 @dataclass(frozen=True, slots=True)
 class EndedCall:
-    """End of a call, as the caller saw it."""
-
     number: int
     code: str
     texts: tuple[str, ...] = ()  # of its messages, one behind the other

@@ -173,8 +173,6 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds what the processes had at one moment."""
-
     at: float  # seconds
     front: int  # bytes resident
     engine: int  # bytes resident; 0 where there is none

@@ -51,7 +51,6 @@ def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
 
 
 def pack_part(part: AnswerPart) -> bytes:
-    """Packs one message of an answer for another replica."""
     return _ENCODER.encode(part if part.cuts else part[:3])
 
 

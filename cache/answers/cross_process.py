@@ -25,7 +25,7 @@ INDEX = struct.Struct("<I")  # place of a message in its stream, so that none ca
 
 
 class _LeaderLostError(Exception):
-    """The lease was lost before the answer ended."""
+    pass
 
 
 class CrossProcess:
@@ -66,7 +66,6 @@ class CrossProcess:
                     alone = True
 
     async def aclose(self) -> None:
-        """Ends what is still being generated or published."""
         for tasks in (self._pumps, self._publishing):
             for task in tasks:
                 task.cancel()
@@ -167,7 +166,6 @@ class Publisher:
             self._counter.count("flight_shared", "unpublished")
 
     async def _publish(self) -> bool:
-        """Whether the whole answer lies in the stream."""
         beat = time.monotonic() + self._heartbeat
         try:
             while not self._broken:

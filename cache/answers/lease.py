@@ -38,7 +38,6 @@ class Lease:
 
     @property
     def stream(self) -> CacheKey:
-        """Names the stream of its holder."""
         return CacheKey(EntryKind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
 
 
@@ -95,7 +94,6 @@ class Leases:
         await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def aclose(self) -> None:
-        """Waits for leases that are being given back."""
         if self._returning:
             await asyncio.wait(self._returning)
 
@@ -110,7 +108,6 @@ class Leases:
             await self._patient.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def append(self, lease: Lease, items: Sequence[bytes]) -> None:
-        """Adds messages to the holder's stream."""
         retention = round(1000 * self._settings.retention)
 
         async def command(client: Redis) -> object:

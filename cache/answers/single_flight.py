@@ -59,7 +59,6 @@ class SharedGeneration:
 
     @property
     def joinable(self) -> bool:
-        """Whether a new reader would get an answer."""
         return self.error is None
 
     @property

@@ -58,11 +58,11 @@ Generate = Callable[[], Generation]
 
 
 class Diverged(Exception):
-    """A replacement's answer differs from what was already delivered."""
+    pass
 
 
 class Unfinished(Exception):
-    """A source ended before the answer did."""
+    pass
 
 
 class LeaderRefused(Exception):
@@ -84,8 +84,6 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedCompletion:
-    """A finished answer with the borders of its messages."""
-
     parts: tuple[AnswerPart, ...]  # the last one alone has an ending
     max_tokens: int  # of the request it was generated for
     provenance: str  # which executor, format and version wrote it

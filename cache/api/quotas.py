@@ -17,8 +17,6 @@ class BucketSize:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Tokens that a server got from a bucket."""
-
     tokens: float  # that it may use from now on; negative: that many it gave back
     level: float  # what the bucket has afterwards; negative: what it is owed
 

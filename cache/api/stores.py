@@ -40,7 +40,6 @@ class EntryKind(enum.StrEnum):
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be a partition or a digest."""
     return _NAME.match(text) is not None
 
 
@@ -58,7 +57,6 @@ class CacheKey:
 
     @property
     def name(self) -> str:
-        """Returns the key in the store."""
         return f"{self.kind.value}:{self.partition}:{self.digest}"
 
 

@@ -27,14 +27,11 @@ OVERHEAD = HEADER.size + ID_BYTES + NONCE + TAG
 
 
 def fingerprint(layout: BlockLayout) -> bytes:
-    """Digests all fields of a layout."""
     fields = (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.item_bytes, layout.page_size)
     return sha256(encode((*fields, layout.variant))).digest()[:16]
 
 
 class RunCodec:
-    """Names, seals and opens the runs of one layout."""
-
     def __init__(self, keyring: Keyring, layout: BlockLayout, counter: Counter) -> None:
         self._names = keyring.names
         self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}

@@ -52,7 +52,6 @@ class FetchGate:
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Takes in one prefill."""
         if tokens < 1 or seconds <= 0:
             return
         with self._lock:

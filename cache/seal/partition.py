@@ -79,7 +79,6 @@ class Partitions:
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
     def _of(self, tenant: str, epoch: bytes) -> str:
-        """Returns the first half of an entry's name."""
         return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
 
     def _derive_tenant_key(self, tenant: str) -> bytes:
@@ -118,7 +117,6 @@ class Epochs:
         return known[0] if known is not None and self._clock() - known[1] < RECENT else None
 
     def learn(self, tenant: str, epoch: bytes) -> None:
-        """Takes in what was read from the store."""
         self._known[tenant] = epoch, self._clock()
         self._known.move_to_end(tenant)
         if len(self._known) > KNOWN_EPOCHS:

@@ -114,7 +114,6 @@ class CandidateStore:
         return Nearest(nearest.vector, found, index.vectors.changes)
 
     async def add(self, index: CandidateIndex, digest: str, vector: Vector) -> None:
-        """Adds an entry that this process writes itself."""
         await self._on_worker(partial(index.vectors.add, digest, vector))
 
     async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:

@@ -32,7 +32,6 @@ _DECODER = msgspec.msgpack.Decoder(_RawEntry)
 
 
 def pack_entry(entry: SemanticEntry) -> bytes:
-    """Returns the stored value before it is sealed."""
     vector = entry.vector.astype(np.float16).tobytes()
     return msgspec.msgpack.encode(_RawEntry(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 

@@ -90,7 +90,6 @@ class Evidence:
         return replace(more, first=min(first, second), last=max(self.last, second), today=today + 1, new=new)
 
     def packed(self) -> bytes:
-        """Returns the stored value before it is sealed."""
         return msgspec.msgpack.encode(
             _RawEvidence(SCHEMA, self.wrong, self.right, self.first, self.last, self.today, self.new)
         )
@@ -123,7 +122,6 @@ class TenantDay:
         return TenantDay(day, self.counted + 1) if day == self.day and self.counted < TENANT_A_DAY else None
 
     def packed(self) -> bytes:
-        """Returns the stored value before it is sealed."""
         return msgspec.msgpack.encode(_RawDay(SCHEMA, self.day, self.counted))
 
 

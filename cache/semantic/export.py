@@ -262,7 +262,6 @@ def _for_onnxruntime(
 
 
 def main() -> int:
-    """Prints the folder and its manifest."""
     parser = argparse.ArgumentParser(prog="python -m cache.semantic.export", description="Exports the embedder.")
     parser.add_argument("model", nargs="?", type=Path, help="its folder; unset: the installed one")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for any processor, to be found by prebuilt-dir")

@@ -45,7 +45,6 @@ class Exporter:
         return made
 
     def stop(self) -> None:
-        """Ends an export under way, and removes its files."""
         with self._lock:
             self._stopped, self._late = True, time.monotonic() + _GRACE
             if self._process is not None and self._process.poll() is None:
@@ -86,6 +85,5 @@ class Exporter:
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """Signals the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -17,8 +17,6 @@ EXPANSION = 64
 
 
 class VectorIndex:
-    """Finds names by cosine similarity of their unit vectors."""
-
     def __init__(self, width: int, graph_at: int = GRAPH_AT) -> None:
         self._width = width
         self._graph_at = graph_at
@@ -86,8 +84,6 @@ class VectorIndex:
 
 
 class _Graph:
-    """Wraps a usearch graph whose keys are names."""
-
     def __init__(self, width: int) -> None:
         from usearch.index import Index
 

@@ -39,7 +39,6 @@ _PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addre
 
 
 def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
-    """Whether two answers have the same words."""
     return one.text.split() == other.text.split()
 
 
@@ -56,8 +55,6 @@ class _SimilarQuestion:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Candidates of the index as the store has them."""
-
     found: list[_SimilarQuestion]  # best first
     strict: Evidence  # of all pairs of equal words in the directory
 

@@ -30,7 +30,7 @@ class NothingSentFault(StoreFault):
 
 
 class OddReply(Exception):
-    """The reply has an unexpected form."""
+    pass
 
 
 def reply_as(reply: object, shape: Any) -> Any:
@@ -70,7 +70,6 @@ class Clients:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Client]:
-        """Yields a client for exclusive use."""
         async with self._free:
             client = self._idle.pop() if self._idle else await self._connected()
             whole = False

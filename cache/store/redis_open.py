@@ -137,7 +137,6 @@ class RedisEndpoint:
                 self._complaints.about(FORBIDDEN)
 
     async def aclose(self) -> None:
-        """Waits for what is still asked of sentinels."""
         if self._asking:
             await asyncio.wait(self._asking)
 

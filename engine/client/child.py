@@ -86,7 +86,6 @@ class Child(asyncio.Protocol):
             self._transport.abort()
 
     def last_step(self) -> MarkedStep:
-        """Returns the step that an ended process left unfinished."""
         return self._mark.read()
 
     async def end(self, grace: float) -> int:

@@ -41,8 +41,6 @@ class _Suspect:
 
 
 class CrashTracker:
-    """Holds suspects in a bounded table with expiry."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._key = secrets.token_bytes(32)
@@ -83,7 +81,6 @@ class CrashTracker:
         _log.error("request %s has ended two engine processes and is refused from now on", self._hash(request).hex())
 
     def ended(self, request: GenerationRequest) -> None:
-        """Clears a request that ran to its end."""
         if self._entries:
             self._entries.pop(self._hash(request), None)
 

@@ -141,7 +141,6 @@ class EngineClient:
         self._supervisor.kill()
 
     async def close(self) -> None:
-        """Ends what still runs and the process with it."""
         self._closing = True
         self.on_ended()
         await self._supervisor.close()

@@ -46,7 +46,6 @@ _ID = 44  # bytes that an unread id is taken to occupy
 
 
 def _size_of(event: Event) -> int:
-    """Returns the size of an event's log-probabilities."""
     return 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
 
 
@@ -146,7 +145,6 @@ class StreamInbox:
         self._scores_come = 0
 
     def _not_seen(self, event: Event) -> Event:
-        """Removes prompt log-probabilities that an earlier process has sent."""
         scores = event.prompt_logprobs[max(0, self._scored - self._scores_come) :]
         self._scores_come += len(event.prompt_logprobs)
         self._scored += len(scores)
@@ -160,7 +158,6 @@ class StreamInbox:
         self._call()
 
     def drop(self, error: EngineError | None) -> None:
-        """Ends the stream and drops unread events."""
         self._ids.clear()
         self._events.clear()
         self.end(error)

@@ -14,8 +14,6 @@ _SPARE = 5.0  # seconds that the process goes on where the profile is never ende
 
 
 class PendingProfiles:
-    """Tracks profiles under way."""
-
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._tickets = itertools.count(1)

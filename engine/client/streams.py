@@ -170,7 +170,6 @@ class Streams:
             self.send(Submit(inbox.key, inbox.request, solo))
 
     def give_up(self, error: Callable[[], EngineError]) -> None:
-        """Ends those that are kept."""
         for inbox, _ in list(self._kept.values()):
             self._keep_no_more(inbox)
             inbox.end(error())
@@ -184,7 +183,6 @@ class Streams:
         self._kept[inbox.key] = inbox, timer
 
     def _keep_no_more(self, inbox: StreamInbox) -> bool:
-        """Whether it was kept."""
         kept = self._kept.pop(inbox.key, None)
         if kept is not None and kept[1] is not None:
             kept[1].cancel()

@@ -49,8 +49,6 @@ _LONGEST_HINT = 60.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Delay before the next start."""
-
     base: float = 0.25  # seconds
     cap: float = 30.0  # seconds
 
@@ -61,8 +59,6 @@ class Backoff:
 
 
 class EngineListener(Protocol):
-    """Receives the events of supervision."""
-
     def on_ready(self, info: ModelInfo) -> None:
         """Reports a usable engine. Raises InvalidModel where it must not be used: supervision then ends."""
 
@@ -82,12 +78,10 @@ class EngineListener(Protocol):
         pass
 
     def on_report(self, report: StepEvents | Switched | TurnedBack | Profiled) -> None:
-        """Passes on all other reports."""
+        pass
 
 
 class Supervisor:
-    """Keeps one engine process alive."""
-
     def __init__(
         self, settings: EngineSettings, listener: EngineListener, backoff: Backoff, begun: Begun | None = None
     ) -> None:
@@ -164,7 +158,6 @@ class Supervisor:
             self._child.kill()
 
     async def close(self) -> None:
-        """Ends the process, by asking first."""
         self.state = EngineState.STOPPED
         if self._task is not None:
             self._task.cancel()

@@ -58,14 +58,12 @@ class Switching:
                 answer.set_exception(Unsupported(report.refusal))
 
     def turned_back(self, what: Reverted) -> None:
-        """Records that the engine process reverted a switch."""
         self._trials.pop(what.name, None)
         self._on[what.name] = what.enabled
         self.reverted[what.name] = what
         self.reverts[what.name] += 1
 
     def tell(self) -> None:
-        """Sends a new process what differs from its start."""
         for name, enabled in self._on.items():
             if self._first.get(name) is not enabled:
                 self._send(SetSwitch(next(self._tickets), name, enabled))

@@ -123,7 +123,6 @@ class Constraints:
 
     @property
     def busy(self) -> bool:
-        """Whether some sequence waits for its mask."""
         return any(not self._is_ready(held) for held in self._held.values())
 
     @property
@@ -248,7 +247,6 @@ class Constraints:
         return results
 
     def close(self) -> None:
-        """Ends the processes and discards all sequences."""
         self._processes.close()
         self._held.clear()
         self._by_number.clear()

@@ -29,7 +29,6 @@ class Deaths:
         return count + 1
 
     def refused(self, name: bytes) -> bool:
-        """Returns whether the constraint is refused now."""
         self._forget()
         count, _ = self._counted.get(name, (0, 0.0))
         return count >= MOST_DEATHS

@@ -64,8 +64,6 @@ def main() -> None:
 
 
 class _ConstraintForks(ForkServer):
-    """Forks processes that follow grammars."""
-
     def __init__(self, engine: socket.socket, grammars: Grammars, configure: ConfigureConstraints) -> None:
         super().__init__(engine)
         self._grammars = grammars

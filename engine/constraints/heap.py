@@ -34,6 +34,5 @@ class HeapGauge:
         return int(found.uordblks + found.hblkhd)
 
     def give_back(self) -> None:
-        """Returns free memory to the operating system."""
         if self._trim is not None:
             self._trim(0)

@@ -114,8 +114,6 @@ class KillProcess(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class VocabularyLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Reports that the vocabulary is loaded."""
-
     mask_bytes: int
 
 
@@ -126,8 +124,6 @@ class VocabularyUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Reports that a process has ended."""
-
     number: int
     code: int  # exit code, or minus the signal
 

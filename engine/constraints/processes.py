@@ -50,10 +50,8 @@ _BUSY = 4  # sequences in each process of a caller at which the caller gets anot
 
 
 class ProcessListener(Protocol):
-    """Receives the answers and the ends of processes."""
-
     def on_answer(self, process: ConstraintProcess, answer: Answer) -> None:
-        """Handles an answer of a process."""
+        pass
 
     def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
         """Handles the end of a process, with which all its sequences are lost. `culprit` is the sequence whose command
@@ -99,7 +97,6 @@ class Processes:
 
     @property
     def live(self) -> tuple[ConstraintProcess, ...]:
-        """Lists the processes that accept commands."""
         return tuple(one for one in self._all.values() if not one.closed)
 
     @property
@@ -164,7 +161,6 @@ class Processes:
             self._kill(max(self.live, key=lambda one: one.used), ConstraintReason.MEMORY)
 
     def leave(self, process: ConstraintProcess, key: int) -> None:
-        """Removes a sequence from its process."""
         process.keys.discard(key)
         if not process.keys:
             process.left_at = self._clock()
@@ -176,7 +172,6 @@ class Processes:
         process.asked.clear()
 
     def close(self) -> None:
-        """Ends the fork server and all processes."""
         for process in [*self._all.values()]:
             self._close(process)
         self._all.clear()

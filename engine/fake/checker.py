@@ -24,8 +24,6 @@ class BrokenPlan(Exception):
 
 
 class Computed:
-    """Tokens computed of the sequence that holds a slot."""
-
     __slots__ = ("count", "digest", "digested", "distinct", "overwritten", "stamp", "state", "written")
 
     def __init__(self, state: SequenceState, stamp: int) -> None:
@@ -52,7 +50,6 @@ class PlanChecker:
         self._readers: dict[int, list[Computed]] = {}  # page → who begins with it without having written it
 
     def begin(self, plan: StepPlan) -> None:
-        """Takes in releases and admissions."""
         for released in plan.released:
             self._release(released)
         for admitted in plan.admitted:
@@ -61,7 +58,6 @@ class PlanChecker:
             raise BrokenPlan("two rows share a slot")
 
     def feed(self, row: Row) -> Computed:
-        """Marks the row's tokens as computed."""
         held = self._held.get(row.slot)
         if held is None:
             raise BrokenPlan(f"no sequence was admitted to slot {row.slot}")
@@ -131,7 +127,6 @@ class PlanChecker:
         held.count, held.written = position, digest
 
     def filled(self, page: int, digest: int | None) -> None:
-        """Records that a page was written outside the steps."""
         if self._writers[page] in self._stamped:
             self._stamped[self._writers[page]].overwritten = True
         for reader in self._readers.pop(page, ()):

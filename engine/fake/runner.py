@@ -205,7 +205,6 @@ class FakeRunner:
         return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
 
     def _scores(self, row: Row, state: SequenceState) -> tuple[TokenLogprob, ...]:
-        """Scores the prompt's tokens behind those of the row."""
         ids = state.token_ids[row.start : min(row.start + row.count + 1, state.prompt_length)]
         count = state.prompt_logprobs or 0
         return tuple(self._logprob(after, count, before * FACTOR + after) for before, after in pairwise(ids))

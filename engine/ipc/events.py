@@ -20,8 +20,6 @@ class Failure(enum.StrEnum):
 
 
 class Event(NamedTuple):
-    """New ids of a sequence, its end, or both."""
-
     key: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()

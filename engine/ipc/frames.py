@@ -25,7 +25,6 @@ class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 def configure(settings: EngineSettings) -> ConfigureEngine:
-    """Adds the folders that this process's environment names."""
     return ConfigureEngine(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
 
 
@@ -47,14 +46,10 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Pauses a sequence whose reader is behind."""
-
     key: int
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Resumes a sequence whose reader has caught up."""
-
     key: int
 
 
@@ -96,8 +91,6 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Reports that the engine is loaded and accepts sequences."""
-
     info: ModelInfo
 
 
@@ -129,8 +122,6 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Reports that the engine reverted a switch by itself."""
-
     what: Reverted
 
 

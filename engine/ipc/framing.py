@@ -17,7 +17,6 @@ class FrameError(Exception):
 
 
 def _as_text(value: Any) -> str:
-    """Encodes the paths in settings."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(type(value))

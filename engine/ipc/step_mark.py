@@ -14,8 +14,6 @@ _NONE, _SEVERAL = 0, -1  # in the place of the key that a step is run for; keys 
 
 @dataclass(frozen=True, slots=True)
 class MarkedStep:
-    """Sequences of a step that was left unfinished."""
-
     keys: tuple[int, ...] = ()  # that may have been part of it; empty where no step was being run
     alone: bool = False  # it was run for this sequence alone
 

@@ -43,7 +43,6 @@ class PagePool:
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """Adds a holder to each of these used pages."""
         if any(not self._held(page) for page in pages):
             raise ValueError("a free page cannot be shared")
         for page in pages:

@@ -34,7 +34,6 @@ class PoolPages:
         return self._layout
 
     def buffer(self, size: int) -> memoryview:
-        """Returns host memory, pinned for a GPU."""
         if self._placement.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
         return memoryview(bytearray(size))

@@ -55,12 +55,10 @@ class PrefixIndex:
 
     @property
     def room(self) -> int:
-        """Returns how many pages could be given out now."""
         return self._pool.free + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Returns how many pages live sequences need."""
         return self._pool.used - len(self._idle)
 
     @property
@@ -198,7 +196,6 @@ class PrefixIndex:
         return sequence.prefix.hashes[:count]
 
     def root(self, sequence: Sequence) -> bytes:
-        """Returns the parent of its first page."""
         if not sequence.prefix.root:
             sequence.prefix.root = chain_root(self._identity, sequence.request.prefix_root)
         return sequence.prefix.root

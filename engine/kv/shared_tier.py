@@ -47,8 +47,6 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Keep:
-    """A run that is worth writing."""
-
     partition: str
     run: BlockRun
     hashes: list[bytes]  # of its pages
@@ -127,7 +125,6 @@ class BlockTier:
         return done
 
     def leave(self, key: int) -> None:
-        """Removes a sequence that ended while it waited."""
         for fetch in self._fetches:
             fetch.waiting.pop(key, None)
 

@@ -88,7 +88,6 @@ class DenseLinear:
 
 
 def load_dense(source: TensorSource, projection: Projection, placement: Placement) -> DenseLinear:
-    """Reads plain weights into one matrix."""
     rows = sum(projection.out_features)
     weight = placement.matrix(rows, projection.in_features)
     bias = torch.empty(rows, dtype=placement.dtype, device=placement.device) if projection.bias else None

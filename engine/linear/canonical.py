@@ -33,7 +33,6 @@ class CanonicalLinear:
 
 
 def _rows(weight: Narrow, first: int, last: int) -> Narrow:
-    """Copies a part of a weight."""
     if isinstance(weight, Int8Rows):
         return Int8Rows(weight.q[first:last], weight.scale[first:last])
     if isinstance(weight, Int4Minima):

@@ -151,7 +151,6 @@ def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _milliseconds(enqueue: Callable[[], None]) -> float:
-    """Measures the GPU's time."""
     made: type[torch.cuda.Event] = torch.cuda.Event
     began, ended = made(enable_timing=True), made(enable_timing=True)
     began.record()

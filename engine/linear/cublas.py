@@ -16,7 +16,7 @@ _MOST_WORKSPACE = 32 << 20  # bytes, for products whose columns several blocks s
 
 
 class CublasError(Exception):
-    """A call failed, or the library is missing."""
+    pass
 
 
 class _Algorithm(ctypes.Structure):

@@ -8,8 +8,6 @@ from engine.linear import Linear
 
 
 class JoinedLinear:
-    """Concatenates the outputs of all parts."""
-
     def __init__(self, parts: tuple[Linear, ...]) -> None:
         self.parts = parts
 

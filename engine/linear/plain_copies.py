@@ -19,8 +19,6 @@ _ROWS_AT_ONCE = 4096  # bounds what a copy takes on the way; a multiple of 8
 
 @dataclass(frozen=True, slots=True)
 class PlainCopies:
-    """Holds copies by linear."""
-
     held: dict[int, DenseLinear] = field(default_factory=dict)  # by identity: linears last as long as the model
 
     def of(self, linear: Linear, rows: int) -> Linear:

@@ -82,8 +82,6 @@ class WalkedLayer:
 
 @dataclass(frozen=True, slots=True)
 class WalkedModel:
-    """Holds all that the walk knows of a model."""
-
     layers: tuple[WalkedLayer, ...]
     norm: torch.Tensor
     head: Linear

@@ -24,7 +24,6 @@ class Format:
 
     @property
     def in_memory(self) -> QuantSpec | None:
-        """Returns the format of a loaded linear."""
         return Int8Spec() if self.int8 else self.spec
 
     def on(self, device: str) -> Format:

@@ -80,7 +80,6 @@ def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple
 
 
 def finish(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> Finish:
-    """Returns the account of a sequence that ends now."""
     planned = now if sequence.first_planned_at is None else sequence.first_planned_at
     first = now if sequence.first_token_at is None else sequence.first_token_at
     last = first if sequence.last_token_at is None else sequence.last_token_at

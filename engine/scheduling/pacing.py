@@ -44,7 +44,6 @@ class StepCosts:
         return self._known[nearest] * float(2.0 ** (self._rising * (bucket - nearest) / _BUCKETS))
 
     def learn(self, size: int, seconds: float) -> None:
-        """Adds the measurement of one step."""
         bucket = _bucket(size)
         known = self._known.get(bucket, seconds)
         self._known[bucket] = known + _NEWEST * (seconds - known)
@@ -55,8 +54,6 @@ def _bucket(size: int) -> int:
 
 
 class Pacing:
-    """Bounds each step before it, and measures after it."""
-
     def __init__(self, target: float | None, most_rows: int) -> None:
         self._target = target  # seconds between two tokens of a stream
         self._most = most_rows

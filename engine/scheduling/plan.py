@@ -111,7 +111,7 @@ class PageAccess(Protocol):
     def layout(self) -> BlockLayout: ...
 
     def buffer(self, size: int) -> memoryview:
-        """Returns host memory to fetch into."""
+        pass
 
     def read(self, pages: Items[int], into: memoryview) -> None: ...
 

@@ -28,8 +28,6 @@ from engine.settings import PAGE_SIZE
 
 
 class Masks(Protocol):
-    """Tracks the masks of the sequences with a constraint."""
-
     def ready(self, key: int) -> bool:
         """Returns whether a step that chooses the sequence's next token has its mask, or needs to wait for it only
         briefly."""
@@ -342,7 +340,6 @@ class Scheduler:
         return False
 
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
-        """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
         self._interactive -= sequence.request.priority == Priority.INTERACTIVE
         if not self._interactive:

@@ -50,8 +50,6 @@ class SequenceState:
 
 
 class SequenceTable:
-    """Maps each slot to its sequence."""
-
     def __init__(self) -> None:
         self._held: dict[int, SequenceState] = {}
 
@@ -72,7 +70,6 @@ class SequenceTable:
                 state.set_pages(row.first_page, row.pages)
 
     def append(self, rows: Iterable[Row], results: Mapping[int, RowResult]) -> None:
-        """Adds these rows' ids to their sequences."""
         for row in rows:
             if row.sample:
                 self._held[row.slot].token_ids += results[row.key].token_ids
@@ -81,7 +78,6 @@ class SequenceTable:
         return self._held[row.slot]
 
     def states(self) -> tuple[SequenceState, ...]:
-        """Returns all sequences that hold a slot."""
         return tuple(self._held.values())
 
 

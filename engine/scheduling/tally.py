@@ -22,7 +22,6 @@ class LoadTally:
     draft_accepted: int = 0
 
     def begin(self, sequence: Sequence) -> None:
-        """Counts a sequence whose first token has arrived."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.cached_tokens
         self.begun += 1

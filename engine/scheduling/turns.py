@@ -20,8 +20,6 @@ _PATIENCE = 3  # times in a row that a row may find none, alone and with the few
 
 
 class Turns:
-    """Chooses rows before each step, and adapts after it."""
-
     def __init__(self, prompt_tokens: int) -> None:
         self.budget = prompt_tokens  # of the next step
         self._whole = prompt_tokens
@@ -53,7 +51,6 @@ class Turns:
         return tuple(running)
 
     def went_well(self) -> None:
-        """Records a step that had enough memory."""
         self._hopeless = 0
         if self.budget < self._whole:
             self._calm += 1

@@ -13,8 +13,6 @@ _SHORT = 1024  # tokens of a prompt that is taken in within a tenth of a millise
 
 
 class Arrivals:
-    """Reads the engine's end of the link."""
-
     def __init__(self, link: EngineLink, obey: Callable[[Command], None]) -> None:
         self._link = link
         self._obey = obey

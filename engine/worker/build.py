@@ -58,8 +58,6 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """Parts of the executors, and facts for ModelInfo."""
-
     parts: Parts
     room: Room
     digest: str
@@ -105,7 +103,6 @@ def _try(runner: ModelRunner, folder: Path) -> None:
 
 
 def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> PreparedModel:
-    """Loads weights and makes the page pool."""
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)

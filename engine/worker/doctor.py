@@ -61,8 +61,6 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """Facts of a folder as it would be served."""
-
     architecture: str
     weight_format: str
     parameters: int
@@ -253,7 +251,6 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
-    """Lists proposers under the decoder in use."""
     verifier = CAPTURED if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == CAPTURED:

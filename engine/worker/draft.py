@@ -25,8 +25,6 @@ _TOKENIZER = ("tokenizer.json",)
 
 @dataclass(frozen=True, slots=True)
 class DraftFolder:
-    """Describes a draft model by its JSON files."""
-
     folder: Path
     config: ModelConfig
     form: Format

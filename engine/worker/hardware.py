@@ -108,7 +108,6 @@ def operations_per_second(device: torch.device) -> float:
 
 
 def operations_of(capability: tuple[int, int], multiprocessors: int) -> float:
-    """Estimates by the GPU's properties."""
     known = [operations for least, operations in _OPERATIONS.items() if least <= capability]
     return (known or [min(_OPERATIONS.values())])[-1] * multiprocessors * _CYCLES * _REACHED
 
@@ -124,7 +123,6 @@ def batch_tokens(weights: int, operations: float) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the memory that could be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

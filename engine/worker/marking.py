@@ -22,5 +22,4 @@ class Marking:
         mark.begin(plan.rows[0].key if len(plan.rows) == 1 else None)
 
     def end(self) -> None:
-        """Marks that the step has returned, or failed."""
         self._mark.end()

@@ -17,7 +17,6 @@ from engine.settings import EngineSettings, Quantization
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was made."""
     flags = _parser().parse_args(argv)
     folder: Path = flags.into
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,6 @@ from engine.stacks import StackSampler
 
 
 class ProfileRecorder:
-    """Takes one profile at a time, the latest requested."""
-
     def __init__(self, send: Callable[[Profiled], None]) -> None:
         self._send = send
         self._ticket: int | None = None

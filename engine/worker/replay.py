@@ -41,8 +41,6 @@ class ReplayOutcome:
 
 
 class Replay:
-    """Repeats recorded steps on a fresh runner."""
-
     def __init__(self, runner: Runner, held: tuple[HeldSequence, ...] = ()) -> None:
         self._runner = CheckedRunner(runner)
         self._truth = SequenceTable()  # the sequences as recorded
@@ -53,7 +51,6 @@ class Replay:
             self._astray.add(one.admitted.key)
 
     def step(self, recorded: RecordedStep) -> str | None:
-        """Returns the difference from the recorded step."""
         plan = recorded.plan
         try:
             result = self._run(plan)

@@ -36,8 +36,6 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """Inputs of the prediction beside the settings."""
-
     config: ModelConfig
     form: Format
     gpu: GpuShape
@@ -103,7 +101,6 @@ def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
 
 
 def _context(settings: EngineSettings, what: KernelQuery, sequences: int, weights: int) -> int:
-    """Returns the tokens of the longest sequence."""
     config = what.config
     shape = kv_shape(config)
     there = Placement(torch.bfloat16, torch.device("cuda"))

@@ -19,8 +19,6 @@ BELONGING = "use the config.json that belongs to the weights"
 
 
 class Listing(Protocol):
-    """Headers of a folder's weights."""
-
     folder: Path
 
     def names(self) -> Collection[str]: ...

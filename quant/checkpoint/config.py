@@ -113,7 +113,6 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.windows)
 
 

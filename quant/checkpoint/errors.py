@@ -64,6 +64,5 @@ class NotFinite(CheckpointError):
 
 
 def short(value: object) -> str:
-    """A value from a file, fit for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

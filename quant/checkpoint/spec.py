@@ -31,8 +31,6 @@ class AwqSpec:
 
 @dataclass(frozen=True, slots=True)
 class PackedScheme:
-    """One config group of a compressed-tensors checkpoint."""
-
     targets: tuple[str, ...]
     bits: Literal[4, 8]
     group: int

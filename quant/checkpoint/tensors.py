@@ -41,7 +41,6 @@ def has_bias(config: ModelConfig, linear: str) -> bool:
 
 
 def layer_norms(config: ModelConfig) -> Mapping[str, int]:
-    """The norms of a layer: name -> size."""
     norms = {"input_layernorm": config.hidden_size, "post_attention_layernorm": config.hidden_size}
     if config.output_norms:
         norms |= {"pre_feedforward_layernorm": config.hidden_size, "post_feedforward_layernorm": config.hidden_size}
@@ -74,7 +73,6 @@ def plain_tensors(config: ModelConfig) -> Shapes:
 
 
 def dense_tensors(config: ModelConfig) -> Shapes:
-    """Every tensor of an unquantized checkpoint."""
     found = plain_tensors(config)
     for name, (inputs, outputs), bias in linears(config):
         found[f"{name}.weight"] = (outputs, inputs)

@@ -10,7 +10,6 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags, which exclude each other."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--json-schema", type=Path, metavar="FILE", help="the answer is JSON of this schema")
     group.add_argument("--json-object", action="store_true", help="the answer is a JSON object")

@@ -29,8 +29,6 @@ Lines that are pasted together are one message. A message may begin with / after
 
 
 class ConversationTurns:
-    """Messages of the conversation that the model sees."""
-
     def __init__(self, system: str | None) -> None:
         self.system = system
         self._messages: list[pb.ChatMessage] = []

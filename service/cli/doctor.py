@@ -76,7 +76,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns the whole report, as printed with --json."""
     machine = machines.look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _engine_report(flags)

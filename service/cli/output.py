@@ -88,7 +88,6 @@ class TerminalOutput:
 
     @property
     def cut_short(self) -> bool:
-        """Whether the requested token limit ended an answer."""
         finishes = [answer.finish for answer in self._answers if answer.finish is not None]
         return any(finish.reason == pb.FINISH_REASON_LENGTH for finish in finishes)
 

@@ -22,7 +22,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _kernels(flags: argparse.Namespace) -> list[str]:
-    """Returns the engine's flags for models and GPUs."""
     given = [f"--model={model.resolve()}" for model in flags.model]
     for name in ("arch", "multiprocessors", "quantization"):
         if getattr(flags, name) is not None:

@@ -90,8 +90,6 @@ class Unseen(Exception):
 
 
 class ServerWatch:
-    """Looks at one server."""
-
     def __init__(self, channel: grpc.Channel, server: ServerAddress) -> None:
         self._stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._server = server

@@ -36,8 +36,6 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Load that a server reported at one moment."""
-
     at: float  # seconds, monotonic
     load: admin_pb2.GetLoadResponse
 
@@ -48,8 +46,6 @@ def birth(look: Look) -> Look:
 
 
 class Between:
-    """Difference between two polls of the same server process."""
-
     def __init__(self, before: Look, now: Look) -> None:
         self._before, self._now = before.load, now.load
         self.seconds = max(now.at - before.at, 1e-9)
@@ -60,12 +56,10 @@ class Between:
         return max(0, count) / self.seconds
 
     def rates(self, field: str) -> dict[str, float]:
-        """Returns the rates of a map of counters."""
         now, before = getattr(self._now, field), getattr(self._before, field)
         return {name: max(0, count - before.get(name, 0)) / self.seconds for name, count in sorted(now.items())}
 
     def counts(self, name: str) -> tuple[list[float], list[int]]:
-        """Borders of a distribution, and what fell between them."""
         now = self._now.seconds.get(name, admin_pb2.Distribution())
         before = self._before.seconds.get(name, admin_pb2.Distribution())
         if before.borders != now.borders:

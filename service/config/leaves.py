@@ -41,7 +41,6 @@ class Leaf:
 
 
 def spelled(path: Path) -> str:
-    """Spells a path of the tree as flags do."""
     return ".".join(path).replace("_", "-")
 
 

@@ -84,8 +84,6 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Settings of the processes that serve."""
-
     fronts: int = setting(
         1, "processes that speak gRPC on the data port; more than 1: relays, beside the one that decides", ge=1, le=64
     )
@@ -104,16 +102,12 @@ class ProtocolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsoleOptions:
-    """Settings of the page on the metrics port."""
-
     enabled: bool = setting(True, "the page at / of the metrics port; beyond this machine for known callers alone")
     hosts: str = setting("", "host names that lead to it, commas between; addresses and localhost always do")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """Bounds on the cost of a slow reader."""
-
     buffer_bytes: int = setting(262_144, "what may wait for a reader before its sequence pauses", ge=4096)
     stall_timeout: float = setting(
         30.0, "seconds without a message taken until a stream is ended", gt=0, le=86_400, allow_inf_nan=False
@@ -154,8 +148,6 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """Formats of a model's answers to chats."""
-
     tool_format: Literal["auto", "none", "hermes", "llama", "mistral"] = setting(
         "auto", "how calls of tools are written; auto: by the template and the tokens of the model"
     )
@@ -177,8 +169,6 @@ class TraceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Form of lines on stderr."""
-
     format: LogFormat = setting("text", "of a line: text, or one JSON object")
     tenants: bool = setting(False, "lines of calls name the tenant")
 
@@ -199,8 +189,6 @@ class OptimizationOptions(PrefixSwitches, AnswerSwitches, ExecutionSwitches):
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """Model and engine that are served."""
-
     model: str | None = setting(None, "the model: a folder as Hugging Face lays it out, or a GGUF file")
     model_digest: str | None = setting(
         None, "what the folder must have, as `whippet doctor --digest` prints it", pattern=r"^sha256:[0-9a-f]{64}$"

@@ -144,8 +144,6 @@ class Generator:
 
 
 class _AnswersCall(msgspec.Struct, frozen=True):
-    """Data that all answers of a call share."""
-
     prompt: PromptFacts
     make_sink: Callable[[Outlet, bool], Sink]
     charge: Charge
@@ -271,7 +269,6 @@ class _Reading:
 
 
 def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> None:
-    """Records the answer's source, however its reading ended."""
     record.submitted_at = source.submitted_at
     record.draft_proposed, record.draft_accepted = source.draft_proposed, source.draft_accepted
     took = source.finish or source.start
@@ -284,7 +281,6 @@ def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> 
 
 
 def _operation(prompt: Prompt) -> str:
-    """Returns the operation's name in OpenTelemetry's semantic conventions."""
     return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
 
 

@@ -23,8 +23,6 @@ GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """Facts of the model that callers may know."""
-
     facts: ModelFacts
     info: ModelInfo
     tokenizer_digest: str

@@ -21,8 +21,6 @@ class TextPrompt(msgspec.Struct, frozen=True):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
-    """Token ids that are given to the model unchanged."""
-
     ids: tuple[int, ...]
     field: ClassVar[str] = "token_ids.ids"
     continues: ClassVar[bool] = True
@@ -71,8 +69,6 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class Output(msgspec.Struct, frozen=True):
-    """Options of what is sent back."""
-
     text: bool
     token_ids: bool
     logprobs: int | None
@@ -130,8 +126,6 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class PromptFacts(msgspec.Struct, frozen=True):
-    """Facts that the caller gets before the answer."""
-
     request_id: str
     model: str
     prompt_tokens: int

@@ -17,8 +17,6 @@ _OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # read through `on` by their users; al
 
 @dataclass(frozen=True, slots=True)
 class OptimizationSwitch:
-    """One optimisation as requested and as effective."""
-
     name: str
     requested: bool
     effective: bool
@@ -44,7 +42,6 @@ class OptimizationSwitches:
         return tuple(self._switch(name, unused) for name in self._options)
 
     def on(self, name: str) -> bool:
-        """Returns what was requested last."""
         return self._requested[name]
 
     @property

@@ -34,7 +34,6 @@ class Violations:
             self.add(field, f"must be {start}" + ("" if high is None else f" and at most {high:g}"))
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> bool:
-        """Whether all of them are ids of the vocabulary."""
         if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
             return True
         wrong = [index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]

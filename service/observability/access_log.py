@@ -74,7 +74,6 @@ class _Bound:
         self._at = clock()
 
     def take(self) -> bool:
-        """Whether one more line is allowed."""
         now = self._clock()
         self._left = min(self._rate, self._left + (now - self._at) * self._rate)
         self._at = now

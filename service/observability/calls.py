@@ -62,7 +62,6 @@ class CallCounts:
                 histogram.add(seconds)
 
     def ended(self, methods: Collection[str]) -> Counter[str]:
-        """Counts calls of these methods by code."""
         found: Counter[str] = Counter()
         for (method, code), count in self._requests.items():
             if method in methods:
@@ -79,7 +78,6 @@ class CallCounts:
         }
 
     def families(self) -> Iterator[tuple[str, Rows]]:
-        """Yields each family's name and its rows."""
         yield "requests", {key: count for key, count in self._requests.items()}
         yield "time_to_first_token_seconds", {(source,): one for source, one in self._first.items()}
         yield "e2e_request_latency_seconds", {(source,): one for source, one in self._whole.items()}

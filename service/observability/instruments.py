@@ -16,8 +16,6 @@ from service.observability.record import Observer, Observers, Sample
 
 
 class Instruments:
-    """Metrics and log are read off them."""
-
     def __init__(
         self,
         log_tenants: bool = False,

@@ -14,8 +14,6 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Family and labels of a counted event."""
-
     family: str
     label: str = ""  # name of the event's own label; empty where it has none
     fixed: Labels = ()
@@ -24,8 +22,6 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class MetricFamily:
-    """Metrics with one name."""
-
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     help: str

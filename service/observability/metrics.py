@@ -105,7 +105,6 @@ class Metrics:
         yield _by("traces", self._instruments.traces)
 
     def _tenants(self) -> Iterator[Metric]:
-        """Yields metrics of tenants that the operator wants named."""
         uses = self._admission.uses
         yield _by("tenant_requests_live", {use.tenant: use.live for use in uses})
         yield _by("tenant_tokens_left", {use.tenant: use.tokens_left for use in uses if use.tokens_left is not None})
@@ -133,7 +132,6 @@ class Metrics:
         yield from rows.families()
 
     def _outcomes(self, rows: _Rows, counts: Counts) -> None:
-        """Counts the semantic cache's lookups as hits and misses."""
         if self._caches.semantic_mode is Mode.OFF:
             return
         served = "hit" if self._caches.semantic_mode is Mode.ON else "shadow"
@@ -164,8 +162,6 @@ def _optimizations(switches: OptimizationSwitches) -> Iterator[Metric]:
 
 
 class _Rows:
-    """Counts by family and labels."""
-
     def __init__(self) -> None:
         self._rows: dict[str, dict[tuple[str, ...], float]] = {}
 

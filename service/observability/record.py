@@ -135,8 +135,6 @@ Sample = Callable[[RecordBuilder], bool]  # whether a call that is ending is tra
 
 
 class Observers:
-    """Notifies observers of every call that has ended."""
-
     def __init__(
         self,
         observers: Sequence[Observer] = (),

@@ -69,7 +69,6 @@ class _Client:
             self.wait(now + 4 * _TIMEOUT)
 
     def wait(self, until: float | None) -> None:
-        """Bounds what follows on the connection."""
         if self.limit is not None:
             self.limit.reschedule(until)
 
@@ -113,12 +112,10 @@ class MetricsPort:
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Accepts connections from now on."""
         self._socket.setblocking(False)
         self._accepting = asyncio.create_task(self._accept_all(), name="metrics port")
 
     async def stop(self) -> None:
-        """Cuts off scrapes that are under way."""
         self._encoder.shutdown(wait=False)
         if self._accepting is not None:
             self._accepting.cancel()
@@ -189,7 +186,6 @@ class MetricsPort:
     async def _answered(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: _Client
     ) -> bool:
-        """Whether another request may come on the connection."""
         self._silent.pop(client.task, None)
         now = asyncio.get_running_loop().time()
         client.go_on(now)

@@ -160,14 +160,12 @@ def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: s
 
 
 def read_logprobs(given: int | None, found: Violations, field: str) -> int | None:
-    """Checks the number of candidates beside each token's own."""
     if given is not None:
         found.number(field, given, 0, MAX_LOGPROBS)
     return given
 
 
 def read_answers(given: int, max_tokens: int | None, found: Violations, field: str) -> int:
-    """Checks the number of answers to one prompt."""
     found.number(field, given, 1, MAX_ANSWERS)
     if given > 1 and max_tokens == 0:
         found.add(field, "must be 1 where max_tokens is 0")
@@ -175,7 +173,6 @@ def read_answers(given: int, max_tokens: int | None, found: Violations, field: s
 
 
 def read_request_id(given: str, found: Violations, field: str = "request_id") -> str:
-    """Returns the caller's request id, or makes one."""
     if not given:
         return secrets.token_hex(12)
     if not _REQUEST_ID.fullmatch(given):

@@ -75,7 +75,7 @@ class WireProtocol(Protocol):
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
     ) -> Services:
-        """Returns the services of the data port."""
+        pass
 
     def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox, observers: Observers) -> Services:
-        """Returns the services of the operators' port."""
+        pass

@@ -54,7 +54,6 @@ def _descriptor(kind: type[Message]) -> Descriptor:
 
 @cache
 def _messages_in(descriptor: Descriptor) -> dict[int, Descriptor]:
-    """Returns the message fields by number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 
 

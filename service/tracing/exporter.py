@@ -68,7 +68,6 @@ class TraceExporter:
         self._task = asyncio.create_task(self._run(), name="traces")
 
     def sample(self, call: RecordBuilder) -> bool:
-        """Whether a call that is ending is traced."""
         return not call.method.startswith(_NOT_TRACED) and sampled(call.traceparent, call.trace_id, self._ratio)
 
     def __call__(self, record: RequestRecord) -> None:
@@ -102,7 +101,6 @@ class TraceExporter:
                 await self._deliver(batch)
 
     async def _deliver(self, batch: list[RequestRecord]) -> None:
-        """Exports the batch, or drops it."""
         outcome = "shutdown"
         try:
             outcome = await self._attempts(await self._message(batch))

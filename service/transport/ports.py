@@ -35,8 +35,6 @@ class Server(Stoppable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A server and its address."""
-
     server: Server
     address: str  # with the real port where the setting was 0
     gate: Gate

@@ -47,8 +47,6 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Holds the parsed header."""
-
     metadata: dict[str, Value]
     tensors: tuple[Tensor, ...]  # in the order of the file
 
@@ -65,8 +63,6 @@ def read_header(file: Path) -> Header:
 
 
 class _HeaderReader:
-    """Reads one header from front to back."""
-
     def __init__(self, file: Path, opened: BinaryIO) -> None:
         self._file = file
         self._opened = opened

@@ -32,8 +32,6 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Line:
-    """The waiting generations of one tenant."""
-
     waiting: list[Waiting] = field(default_factory=list)  # by rank
     tokens: int = 0
     counts: defaultdict[Priority, int] = field(default_factory=lambda: defaultdict(int))
@@ -43,8 +41,6 @@ class _Line:
 
 
 class FairQueue:
-    """Holds all waiting generations by tenant."""
-
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self._count = 0
@@ -54,7 +50,6 @@ class FairQueue:
         return self._count
 
     def add(self, one: Waiting, arrived_at: float) -> None:
-        """Adds a generation and sets its rank."""
         natural = arrived_at - AGING * one.priority
         line = self._lines.get(one.tenant)
         if line is None:

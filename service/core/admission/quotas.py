@@ -151,16 +151,13 @@ class Quotas:
 
     @property
     def in_metrics(self) -> tuple[str, ...]:
-        """Tenants that the operator wants named there."""
         return self._source.policies().in_metrics
 
     @property
     def breakers(self) -> dict[str, str]:
-        """States of the circuit breakers of the shared quota."""
         return {} if self._buckets is None else {name: state.value for name, state in self._buckets.states.items()}
 
     def reload(self) -> None:
-        """Reads the policies again, soon."""
         self._source.reload()
 
     async def aclose(self) -> None:

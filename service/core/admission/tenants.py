@@ -34,7 +34,6 @@ class TenantPolicies:
 
     @property
     def in_metrics(self) -> tuple[str, ...]:
-        """Tenants that the operator wants named there."""
         return tuple(tenant for tenant, policy in self.named.items() if policy.metrics)
 
     def of(self, tenant: str) -> TenantPolicy:
@@ -46,7 +45,7 @@ class PolicySource(Protocol):
         pass
 
     def reload(self) -> None:
-        """Reads them again, soon."""
+        pass
 
 
 class NoPolicies:

@@ -126,7 +126,6 @@ class AnswerCaches:
         return {f"{event}.{label}" if label else event: count for (event, label), count in sorted(counts.items())}
 
     def breakers(self) -> dict[str, str]:
-        """States of each connection's circuit breakers."""
         ours = {} if self._open is None else {name: state.value for name, state in self._open[2].states.items()}
         return ours | dict(self._tier.breakers)
 
@@ -144,7 +143,6 @@ class AnswerCaches:
         task.add_done_callback(self._ended)
 
     async def aclose(self) -> None:
-        """Ends what runs beside, and the caches."""
         for task in self._beside:
             task.cancel()
         if self._beside:

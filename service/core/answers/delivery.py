@@ -65,8 +65,6 @@ class Outlet(Protocol):
 
 
 class Sink(Protocol):
-    """Takes an answer piece by piece."""
-
     @property
     def batch(self) -> Delivery:
         """Returns how many tokens, or which age of the first one, wake the reader of the engine's stream."""
@@ -151,8 +149,6 @@ class Whole:
 
 
 class Messages:
-    """Sends the messages of a streamed answer."""
-
     def __init__(self, outlet: Outlet, request: Request, gather: bool, live: Callable[[], int]) -> None:
         """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill.
         `live`: how many requests there are."""

@@ -64,7 +64,6 @@ class CachePlan:
 
     @property
     def learns(self) -> bool:
-        """Whether the caches store the answer."""
         return self.response.write or self.semantic != _NO
 
 
@@ -87,15 +86,11 @@ class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Led:
-    """One call's generation, which others may follow."""
-
     answer: EngineAnswer
     record: RecordBuilder
 
 
 class AnswerSources:
-    """Finds answers, or has them generated."""
-
     def __init__(
         self,
         model: ServedModel,

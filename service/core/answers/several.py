@@ -45,7 +45,6 @@ class MergedOutlet:
         return _Numbered(self, number)
 
     async def begin(self, prompt: PromptFacts) -> None:
-        """Begins with whichever answer is first."""
         async with self._turn:
             if not self._begun:
                 self._begun, self._prompt = True, prompt
@@ -88,8 +87,6 @@ class RepeatedOutlet:
 
 
 class Sources:
-    """Collects the sources of all answers of a call."""
-
     def __init__(self) -> None:
         self._sources: list[Abortable] = []
 
@@ -112,7 +109,6 @@ async def all_of(readings: Iterable[Coroutine[object, object, None]]) -> None:
 
 
 def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
-    """Makes one record of those of a call's answers."""
     first = parts[0]
     for name in ("submitted_at", "queue", "prefill", "cached_tokens", "cache_source", "finish_reason"):
         setattr(record, name, getattr(first, name))

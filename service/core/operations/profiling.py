@@ -25,8 +25,6 @@ class ProcessProfile:
 
 
 class Profiler:
-    """Takes one profile at a time."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._until: float | None = None  # the end of the one that is being taken

@@ -41,8 +41,6 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 class Reloader:
-    """Follows one file, or the files of a folder."""
-
     def __init__(
         self,
         settings: Settings,

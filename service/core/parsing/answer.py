@@ -35,10 +35,8 @@ class TextStage(Protocol):
 
 
 class ReasoningStage(Protocol):
-    """Divides an answer's beginning from the rest."""
-
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns reasoning, and the rest."""
+        pass
 
     def end(self) -> tuple[str, str]: ...
 

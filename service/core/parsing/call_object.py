@@ -72,7 +72,6 @@ class CallObject:
         return self.step(char) if step is JsonStep.BEYOND else JsonStep.MORE
 
     def _take(self) -> bool:
-        """Takes the key or value that has ended."""
         if self._wants == "key":
             self._key = json.loads("".join(self._text))
             self._wants = "colon"

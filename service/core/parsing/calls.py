@@ -36,8 +36,6 @@ def new_id() -> str:
 
 
 class CallParser:
-    """Parses one answer after its reasoning."""
-
     def __init__(self, form: CallFormat, begins: bool, make_id: Callable[[], str] = new_id) -> None:
         """`begins`: the text starts an answer."""
         self._form = form
@@ -121,7 +119,6 @@ class CallParser:
         return self._back()
 
     def _name(self, char: str) -> bool:
-        """Reads a name that precedes its arguments."""
         if _may_name(char) and len(self._object.name) < _LONGEST_NAME:
             self._object.name += char
             return self._hold(char)
@@ -210,7 +207,6 @@ class CallParser:
         self._read = self._between
 
     def _give(self) -> None:
-        """Emits the arguments that have arrived."""
         arguments = self._object.arguments
         if not self._begun or not arguments:
             return

@@ -19,8 +19,6 @@ _COMPLETE = frozenset("0123")
 
 
 class JsonStep(enum.Enum):
-    """Effect of a character on a value."""
-
     MORE = enum.auto()
     LAST = enum.auto()  # it ends the value
     BEYOND = enum.auto()  # the value has ended before it
@@ -38,7 +36,6 @@ class JsonValue:
         self._number = ""
 
     def step(self, char: str) -> JsonStep:
-        """Takes the next character."""
         match self._wants:
             case "string" | "key-string":
                 return self._string(char)

@@ -20,7 +20,6 @@ class ReasoningSplitter:
         self._skip = 1  # line breaks that may still belong to the marker before
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Returns reasoning, and the rest."""
         if self._read == self._after:
             return self._after(text)
         held, self._held = self._held, ""

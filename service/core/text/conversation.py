@@ -27,8 +27,6 @@ class ChatTemplateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of an earlier turn."""
-
     name: str
     arguments: str  # a JSON object
     id: str = ""

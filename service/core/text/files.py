@@ -128,7 +128,6 @@ def _whole(files: ModelFiles, config: dict[str, Any], key: str, low: int) -> int
 
 
 def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults:
-    """Defaults out of generation_config.json."""
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         files.refuse("generation_config.json", "do_sample is neither true nor false", "correct it or delete the line")

@@ -64,7 +64,6 @@ def is_plain(template: nodes.Template) -> bool:
 
 
 def _below(node: nodes.Node) -> Iterator[nodes.Node]:
-    """Yields the node and its descendants."""
     left = [node]
     while left:
         one = left.pop()
@@ -129,7 +128,6 @@ def _loops(node: nodes.Node, lists: frozenset[str], inside: bool) -> bool:
 
 
 def _is_list(node: nodes.Node, lists: frozenset[str]) -> bool:
-    """Messages, or a slice of them."""
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return _is_list(node.node, lists)
     return isinstance(node, nodes.Name) and node.name in lists
@@ -181,7 +179,6 @@ def _grow_once(assigned: list[nodes.Assign]) -> bool:
 
 
 def _grows(node: nodes.Node) -> bool:
-    """Whether the result may be longer than its operands."""
     every = list(_below(node))
     picked = {id(one.node) for one in every if _picks(one)}  # a text out of a list, and not the list as text
     return any(_grows_by_itself(one) for one in every if id(one) not in picked)

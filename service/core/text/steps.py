@@ -82,7 +82,6 @@ def _keeps(step: dict[str, Any]) -> bool:
 
 
 def _steps(backend: Backend) -> list[dict[str, Any]]:
-    """Lists the steps of normalizer and pre-tokenizer."""
     steps = []
     for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
         state = {} if part is None else json.loads(part.__getstate__())

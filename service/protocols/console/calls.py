@@ -62,8 +62,6 @@ Body = Callable[[object, Context], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Method that a path calls, and its messages."""
-
     method: str
     request: type[Message]
     response: type[Message]
@@ -87,8 +85,6 @@ class ConsoleCallDetails(NamedTuple):
 
 
 class ConsoleCredentials:
-    """Credentials of an HTTP exchange."""
-
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
@@ -101,8 +97,6 @@ class ConsoleCredentials:
 
 
 class HttpCall(ConsoleCredentials):
-    """A Context whose caller speaks HTTP."""
-
     def __init__(self, exchange: Exchange, route: Route) -> None:
         super().__init__(exchange)
         self._route = route
@@ -173,8 +167,6 @@ class HttpCall(ConsoleCredentials):
 
 
 class ConsoleCalls:
-    """Runs handlers of gRPC for exchanges."""
-
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
         """`handlers` belong to whippet.v1's services, those of the admin port included."""
         self._handlers = tuple(handlers)
@@ -253,7 +245,6 @@ def _wrong(description: str) -> InvalidRequest:
 
 
 def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[str, object]:
-    """Returns the page's description of a failed call."""
     found: dict[str, object] = {"code": code.name, "message": details}
     for name, value in trailers:
         if name == "grpc-retry-pushback-ms" and isinstance(value, str):
@@ -262,7 +253,6 @@ def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[
 
 
 def refusal(code: grpc.StatusCode, error: Mapping[str, object]) -> bytes:
-    """Returns the whole response to a refused call."""
     status = _STATUSES.get(code, 500)
     known = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return response(status, JSON, msgspec.json.encode({"error": error}), headers={**SAFE, **known})

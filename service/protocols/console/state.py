@@ -80,7 +80,6 @@ class ConsoleState:
 
 
 def _page_state(message: Message) -> dict[str, Any]:
-    """Fields that are zero, too."""
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

@@ -28,8 +28,6 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"  # a parameter: in a stream 
 
 @dataclass(frozen=True, slots=True)
 class ParsedInference:
-    """A request and the form of its answer."""
-
     request: Request
     id: str  # the caller's
     model: str

@@ -48,8 +48,6 @@ _LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media
 
 @dataclass(frozen=True, slots=True)
 class ParsedGenerate:
-    """A request and the form of its answer."""
-
     request: Request
     streamed: bool
     stop_token_ids: frozenset[int]  # the caller's own, without those of the model

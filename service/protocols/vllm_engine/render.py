@@ -119,7 +119,6 @@ def server_info(cases: UseCases) -> pb.GetServerInfoResponse:
 
 
 def loads(cases: UseCases) -> pb.GetLoadsResponse:
-    """Reports the load as of the engine's last report."""
     now, most = cases.engine.load, cases.admission.slots.capacity
     return pb.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(),

@@ -56,7 +56,6 @@ def stream_message(message: AnswerMessage, output: Output, texts: TokenTexts) ->
 
 
 def whole_message(messages: Sequence[AnswerMessage], output: Output, texts: TokenTexts) -> pb.GenerateResponse:
-    """Makes the unary response of one or more answers."""
     response = pb.GenerateResponse()
     for message in sorted(messages, key=lambda one: one.number):
         answer = response.more_answers.add(index=message.number) if message.number else response
@@ -87,7 +86,6 @@ def _put_logprobs(
     values: Sequence[TokenLogprob],
     texts: TokenTexts,
 ) -> None:
-    """Adds one message per token."""
     for token_id, value in zip(ids, values, strict=True):
         text, raw = texts.of(token_id)
         top = into.add(token_id=token_id, logprob=value.logprob, text=text, raw=raw).top
@@ -123,7 +121,6 @@ def _put_cache_hit(into: pb.CacheHit, outcome: CacheOutcome) -> None:
 
 
 def put_sampling(into: pb.SamplingOptions, params: SamplingParams) -> None:
-    """Sets all resolved values."""
     into.temperature, into.top_k = params.temperature, params.top_k
     into.top_p, into.min_p = params.top_p, params.min_p
     into.repetition_penalty = params.repetition_penalty

@@ -23,7 +23,6 @@ _STATES = {
 
 
 def load(cases: UseCases) -> admin_pb2.GetLoadResponse:
-    """Reports the load as of the engine's last report."""
     response = _engine(cases)
     admission, slots = cases.admission, cases.admission.slots
     response.cache_counts.update(cases.caches.named_counts())

@@ -28,8 +28,6 @@ from service.transport.call.writer import StallWatch, Writer
 
 
 class StreamOutlet:
-    """Writes messages as they come."""
-
     def __init__(self, writer: Writer, output: Output, texts: TokenTexts) -> None:
         self._writer = writer
         self._output = output
@@ -108,7 +106,6 @@ class AdminServicer:
         return admin_pb2.AbortGenerationResponse()
 
     async def get_load(self, request: admin_pb2.GetLoadRequest, call: Call) -> admin_pb2.GetLoadResponse:
-        """Reads what is counted anyhow."""
         return render_load.load(self._cases)
 
     async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:
@@ -142,7 +139,6 @@ class AdminServicer:
         return admin_pb2.UndrainResponse()
 
     async def profile(self, request: admin_pb2.ProfileRequest, call: Call) -> admin_pb2.ProfileResponse:
-        """Takes as long as it is asked for."""
         found = await self._cases.profiler.take(read_profile(request))
         return admin_pb2.ProfileResponse(
             processes=[

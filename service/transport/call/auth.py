@@ -25,18 +25,14 @@ CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certific
 
 
 class Presented(Protocol):
-    """Credentials that a call presents."""
-
     def invocation_metadata(self) -> Metadata | None: ...
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Properties of the connection that TLS has verified."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant of a token, and its rights."""
-
     tenant: str
     rights: Rights
     name: str = ""  # which of the tenant's tokens it is; empty: all callers look alike

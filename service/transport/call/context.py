@@ -19,13 +19,13 @@ class Context(Protocol):
     def invocation_metadata(self) -> Metadata | None: ...
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Properties of the connection that TLS has verified."""
+        pass
 
     def time_remaining(self) -> float | None:
         """Seconds; None without a deadline."""
 
     def code(self) -> grpc.StatusCode | None:
-        """Returns the status that it was aborted with."""
+        pass
 
     async def read(self) -> object:
         """Returns the next message's bytes; anything else where there is none."""

@@ -13,8 +13,6 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 
 
 class DescribedFiles:
-    """Finds files by name and by symbol."""
-
     def __init__(
         self, services: Sequence[str], contract: FileDescriptorSet, further: Iterable[FileDescriptorProto] = ()
     ):
@@ -76,7 +74,6 @@ def _symbols(file: FileDescriptorProto) -> Iterator[str]:
 
 
 def _messages(file: FileDescriptorProto) -> Iterator[tuple[str, DescriptorProto]]:
-    """Yields all messages, nested ones included, by full name."""
     found = [(f"{file.package}.{message.name}", message) for message in file.message_type]
     for name, message in found:  # grows
         yield name, message

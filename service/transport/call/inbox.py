@@ -36,14 +36,11 @@ Sender = Hashable
 
 @dataclass(frozen=True, slots=True)
 class InboxBounds:
-    """Bounds what is held of callers' messages."""
-
     message_bytes: int  # the largest message
     live_bytes: int  # all that are being read or answered
 
     @property
     def readers(self) -> int:
-        """Returns how many calls read at a time."""
         return max(2, self.live_bytes // 2 // self.message_bytes)
 
 
@@ -245,7 +242,6 @@ class Inbox:
             return None
 
     def overloaded(self, message: str, reason: Reason) -> Overloaded:
-        """Counts a refusal and returns it."""
         self._refusals[reason] += 1
         return Overloaded(message, reason, _RETRY * random.uniform(1.0, 1.5))
 

@@ -39,7 +39,7 @@ class Guard(Protocol):
         """Returns the caller if it has one of the rights. Raises Unauthenticated or PermissionDenied."""
 
     def tenants(self) -> frozenset[str]:
-        """Returns all tenants that may call."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,12 @@ def read_all(tenant: str) -> None:
 
 
 class Endpoints:
-    """Makes handlers out of bodies."""
-
     def __init__(self, guard: Guard, inbox: Inbox, resources: ResourceTypes) -> None:
         self._guard = guard
         self._inbox = inbox
         self._resources = resources
 
     def unary(self, permitted: Rights, body: UnaryBody, check: Check = read_all) -> Method:
-        """Wraps a body that returns its one response."""
-
         async def handle(record: RecordBuilder, context: Context) -> bytes:
             try:
                 origin = self._origin(permitted, record, context)

@@ -29,8 +29,6 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class ResourceTypes:
-    """Types of resources that a protocol names in NOT_FOUND."""
-
     model: str
     request: str
 

@@ -57,7 +57,6 @@ class Identity:
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """Returns how often reading each kind of file failed."""
         files = {"tokens": self._tokens, "certificates": self._certificates}
         return {name: one.failures for name, one in files.items() if one is not None}
 

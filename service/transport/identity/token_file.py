@@ -77,7 +77,6 @@ class TokenFile:
 
     @property
     def failures(self) -> int:
-        """Returns how often reading failed."""
         return self._watch.failures
 
     def _read_again(self) -> None:

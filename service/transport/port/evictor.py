@@ -53,8 +53,6 @@ class Connection:
 
 @dataclass(slots=True)
 class _BoundedPort:
-    """Holds the bounds and the connections of one port."""
-
     bound: int
     spare: int  # connections beyond the bound that gRPC still accepts
     busy: BusyPeers

@@ -55,7 +55,6 @@ class Health:
         return service(SERVICE, methods, observers)
 
     async def run(self) -> None:
-        """Polls readiness, for ever."""
         while True:
             self.refresh()
             await asyncio.sleep(_INTERVAL)

@@ -126,8 +126,6 @@ class Exchange:
 
 
 class Hold(Protocol):
-    """A connection's place among those that may last."""
-
     def take(self) -> bool:
         """Whether a place was free."""
 
@@ -136,8 +134,6 @@ class Hold(Protocol):
 
 
 class Site(Protocol):
-    """Answers paths of a port beside its own."""
-
     def answer(self, exchange: Exchange) -> Awaitable[None]:
         """Writes the response. Raises Refused before anything was written."""
 

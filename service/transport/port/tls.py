@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Contents of one reading of the files."""
-
     key: bytes  # PEM
     chain: bytes  # PEM, our own certificate first
     client_ca: bytes | None  # PEM
@@ -77,7 +75,6 @@ class Certificates:
         return {"cert": pair.expires} | ({} if pair.ca_expires is None else {"client-ca": pair.ca_expires})
 
     def current(self) -> Identification:
-        """Returns what new connections get."""
         return self._pair.identification
 
     def subscribe(self, on_news: Callable[[], object]) -> None:
@@ -97,7 +94,6 @@ class Certificates:
 
     @property
     def failures(self) -> int:
-        """Returns how often reading failed."""
         return self._watch.failures
 
     def reload(self) -> None:

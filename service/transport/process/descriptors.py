@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 
 class ConnectionDivision(NamedTuple):
-    """Numbers of connections that the ports may have."""
-
     connections: int  # of the data port
     spare: int  # of each gRPC port, beyond its bound
 

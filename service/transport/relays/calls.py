@@ -141,7 +141,6 @@ class RelayedCalls:
         return len(self._calls)
 
     def begin(self, came: CallStarted, link: RelayLink[Report]) -> None:
-        """Starts the call's handler."""
         call = RelayedCall(came, link.send)
         found = self._handlers.service(cast(grpc.HandlerCallDetails, RelayedCallDetails(came.method, came.metadata)))
         assert found is not None, "a port has a handler for what it does not know"

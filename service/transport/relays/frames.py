@@ -19,8 +19,6 @@ Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
 
 
 class CallStarted(msgspec.Struct, array_like=True, tag=0):
-    """Reports a call, whose message is unread."""
-
     call: int
     method: str
     metadata: Pairs
@@ -50,8 +48,6 @@ class CallEnded(msgspec.Struct, array_like=True, tag=3):
 
 
 class Listening(msgspec.Struct, array_like=True, tag=4):
-    """Reports the port, or that another server has it."""
-
     port: int  # 0: it cannot
 
 
@@ -80,16 +76,12 @@ class Listen(msgspec.Struct, array_like=True, tag=0):
 
 
 class CallRefusal(msgspec.Struct, array_like=True):
-    """Status of a refused call."""
-
     code: int
     details: str
     trailers: Pairs
 
 
 class UseIdentification(msgspec.Struct, array_like=True, tag=1):
-    """Replaces the certificate for new connections."""
-
     identification: Identification
 
 
@@ -103,8 +95,6 @@ class Head(msgspec.Struct, array_like=True, tag=3):
 
 
 class WriteMessage(msgspec.Struct, array_like=True, tag=4):
-    """Orders a message to be sent."""
-
     call: int
     data: bytes
 
@@ -117,8 +107,6 @@ class FinishCall(msgspec.Struct, array_like=True, tag=5):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=6):
-    """Ends the call with an error."""
-
     call: int
     refusal: CallRefusal
 

@@ -219,8 +219,6 @@ async def abort(context: _Context, refusal: CallRefusal) -> None:
 
 
 class Relay:
-    """Runs gRPC's server and the socket to the front."""
-
     def __init__(self) -> None:
         self.link: RelayLink[Order] = RelayLink(Order, self._receive, self._lost)
         self._server: grpc.aio.Server | None = None

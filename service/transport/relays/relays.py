@@ -60,8 +60,6 @@ class CannotListen(Exception):
 
 
 class RelayCounts(NamedTuple):
-    """Counts of the relays' processes and refusals."""
-
     processes: Counter[str]  # `listening`, `deaths`
     refusals: Counter[str]  # calls, by reason
 
@@ -77,8 +75,6 @@ class RelayOptions:
 
 
 class _Relay:
-    """One process and the front's end of its socket."""
-
     def __init__(self, calls: RelayedCalls, options: RelayOptions, refusals: Counter[str]) -> None:
         self._calls = calls
         self._refusals = refusals
@@ -237,7 +233,6 @@ class Relays:
         return relay
 
     async def _supervise(self, relay: _Relay) -> None:
-        """Supervises a relay and those that replace it."""
         while True:
             await relay.lost.wait()
             self._alive.remove(relay)

@@ -42,8 +42,6 @@ class KillWorker(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class ModelLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Workers can be forked."""
-
     digest: str  # of the tokenizer
 
 

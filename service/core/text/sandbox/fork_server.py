@@ -106,8 +106,6 @@ class _SandboxForks(ForkServer):
 
 
 class _Worker:
-    """Takes a job, does it, answers."""
-
     def __init__(self, front: socket.socket, tokenizer: Tokenizer, jobs: tuple[Job, ...]) -> None:
         self._front = front
         self._tokenizer = tokenizer

@@ -143,7 +143,6 @@ class _Pool:
             raise
 
     async def _wait(self, size: int, deadline: float | None, sender: str) -> None:
-        """Waits for this job's turn."""
         if self._waiting >= self._limits.jobs or self._bytes + size > self._limits.waiting:
             self._refusals[Reason.TEXT_QUEUE] += 1
             raise Overloaded("too much text waits to be processed", Reason.TEXT_QUEUE, RETRY)
