@@ -1,1 +1,1 @@
-"""Measuring. `whippet bench` is its command, `python -m bench.NAME` what developers need."""
+"""Measures the product. `whippet bench` is its command, `python -m bench.NAME` what developers need."""

@@ -1,4 +1,4 @@
-"""`whippet bench`: one command for what users measure. Each part prints a table and ends in one JSON line."""
+"""Runs `whippet bench`, one command for what users measure. Each part prints a table and ends in one JSON line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEMO = ROOT / "models" / "demo"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BenchPart:
     """Describes a part of the command. `runs` names the function that gets its flags and gives a Result, or that and
     a code."""
 
@@ -30,52 +30,59 @@ class Part:
 
 
 PARTS = {
-    "decode": Part("bench.decode:command", "one stream: tokens a second, gaps, first token, memory, roofline", True),
-    "serve": Part("bench.serve:command", "load over gRPC: so many streams, arrivals, traces, files of prompts", True),
-    "offline": Part("bench.offline:command", "many requests at once in the engine, without gRPC"),
-    "speculation": Part("bench.live:speculation", "drafts: with and without, in turns", True),
-    "cache": Part("bench.live:cache", "stored answers, known beginnings, questions in other words", True),
-    "quality": Part("bench.quality:command", "what fewer bits cost this model"),
-    "steps": Part("bench.host_steps:command", "where a step's microseconds go"),
-    "start": Part("bench.start:command", "seconds until ready, with empty and with full caches"),
-    "ladder": Part("bench.ladder:command", "the same work with the optimisations switched on one after another"),
-    "peers": Part("bench.peers:command", "beside transformers, vLLM, SGLang, nano-vllm and llama.cpp, where installed"),
-    "compare": Part("bench.compare:command", "a regression or noise: two results, or two commits in turns"),
+    "decode": BenchPart(
+        "bench.decode:command", "one stream: tokens a second, gaps, first token, memory, roofline", True
+    ),
+    "serve": BenchPart("bench.serve:command", "load over gRPC: streams, arrivals, traces, files of prompts", True),
+    "offline": BenchPart("bench.offline:command", "many requests at once in the engine, without gRPC"),
+    "speculation": BenchPart("bench.live:speculation", "drafts: with and without, in turns", True),
+    "cache": BenchPart("bench.live:cache", "stored answers, known beginnings, questions in other words", True),
+    "quality": BenchPart("bench.quality:command", "what fewer bits cost this model"),
+    "steps": BenchPart("bench.host_steps:command", "where a step's microseconds go"),
+    "start": BenchPart("bench.start:command", "seconds until ready, with empty and with full caches"),
+    "ladder": BenchPart("bench.ladder:command", "the same work with the optimisations switched on one after another"),
+    "peers": BenchPart(
+        "bench.peers:command", "beside transformers, vLLM, SGLang, nano-vllm and llama.cpp, where installed"
+    ),
+    "compare": BenchPart("bench.compare:command", "a regression or noise: two results, or two commits in turns"),
 }
 NEEDS_MODEL = ("decode", "offline", "start")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A part as `all` runs it; `seconds` until it is given up."""
+class BenchRun:
+    """A part of `all`; it is ended after `seconds`."""
 
     part: str
     flags: tuple[str, ...]
     seconds: float = 150.0
 
 
-def runs(given: argparse.Namespace) -> Iterator[Run]:
-    """What `all` measures, shortest first, so that a run that is cut short has the most."""
+def runs(given: argparse.Namespace) -> Iterator[BenchRun]:
+    """Yields the parts of `all`, shortest first, so that an interrupted run has most of them."""
     folder = given.model is not None and Path(given.model).is_dir()
     where = (f"--target={given.target}", f"--token={given.token}") if given.target else (f"--model={given.model}",)
-    yield Run("decode", (*where, "--context", "64", "256", "--tokens=48", "--rounds=5", "--first=5"))
-    yield Run("serve", (*where, "--concurrency=1,4,8", "--rate=1,2,4", "--seconds=6", "--tokens=32", "--prompt=64"))
-    yield Run("speculation", (*where, "--tokens=64", "--rounds=5"))
-    yield Run("cache", (*where, "--rounds=8"))
+    yield BenchRun("decode", (*where, "--context", "64", "256", "--tokens=48", "--rounds=5", "--first=5"))
+    yield BenchRun(
+        "serve", (*where, "--concurrency=1,4,8", "--rate=1,2,4", "--seconds=6", "--tokens=32", "--prompt=64")
+    )
+    yield BenchRun("speculation", (*where, "--tokens=64", "--rounds=5"))
+    yield BenchRun("cache", (*where, "--rounds=8"))
     if given.target:
         return
-    yield Run("steps", (*where, "--steps=60"))
-    yield Run("offline", (*where, "--workloads", "n1", "n4", "n8", "--prompt=64", "--tokens=32", "--max-context=256"))
-    yield Run("start", (*where, "--max-context=1024", "--max-sequences=4"))
+    yield BenchRun("steps", (*where, "--steps=60"))
+    yield BenchRun(
+        "offline", (*where, "--workloads", "n1", "n4", "n8", "--prompt=64", "--tokens=32", "--max-context=256")
+    )
+    yield BenchRun("start", (*where, "--max-context=1024", "--max-sequences=4"))
     if folder:
-        yield Run("quality", (*where, "--windows=8", "--length=128"))
-    yield Run("ladder", (*where, "--tokens=24", "--rounds=3"), 240.0)
+        yield BenchRun("quality", (*where, "--windows=8", "--length=128"))
+    yield BenchRun("ladder", (*where, "--tokens=24", "--rounds=3"), 240.0)
     gguf = (f"--gguf={given.gguf}",) if given.gguf else ()
-    yield Run("peers", (*where, *gguf, "--rounds=5", "--tokens=32", "--streams", "1", "4"), 240.0)
+    yield BenchRun("peers", (*where, *gguf, "--rounds=5", "--tokens=32", "--streams", "1", "4"), 240.0)
 
 
 def all_parts(argv: Sequence[str]) -> int:
-    """Every part one after the other into a folder, and the report."""
     parser = argparse.ArgumentParser(prog="whippet bench all", description=all_parts.__doc__, allow_abbrev=False)
     parser.add_argument("--model", default=str(DEMO) if DEMO.exists() else None, help="a folder or a GGUF file")
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; fewer parts")
@@ -104,7 +111,7 @@ def all_parts(argv: Sequence[str]) -> int:
     return 0 if any((given.output / f"{one.part}.json").exists() for one in wanted) else 1
 
 
-def _one(one: Run, folder: Path, seconds: float, log: Any) -> str:
+def _one(one: BenchRun, folder: Path, seconds: float, log: Any) -> str:
     """Runs a part in a process of its own and returns its outcome for the table."""
     target = folder / f"{one.part}.json"
     target.unlink(missing_ok=True)
@@ -123,14 +130,13 @@ def _one(one: Run, folder: Path, seconds: float, log: Any) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """With a path that finds this package, wherever it lies."""
+    """Returns the environment with a path that finds this package."""
     from service.cli.interpreter import environment
 
     return dict(environment())
 
 
 def report(argv: Sequence[str]) -> int:
-    """The report of a folder of results, anew."""
     from bench.report import write
 
     parser = argparse.ArgumentParser(prog="whippet bench report", description=report.__doc__)
@@ -140,7 +146,7 @@ def report(argv: Sequence[str]) -> int:
 
 
 def part(name: str, argv: Sequence[str]) -> int:
-    """One part; `--output` is taken off here, so that all keep their result in one way."""
+    """Runs one part; `--output` is removed here, so that all keep their result in one way."""
     words, output = list(argv), None
     for at, word in enumerate(words):
         if word == "--output" or word.startswith("--output="):

@@ -1,6 +1,5 @@
-"""The whole attack: what strangers and callers can send, in turns for a minute, against a server with little memory,
-with a probe of its health, a stream and a polite caller beside it. Prints a line for each kind and ends in one JSON
-line; exit code 1 where something did not hold.
+"""Runs every attack in turns for a minute against a server with little memory, beside a probe of its health, a stream
+and a polite caller. Prints a line for each kind and ends in one JSON line; exit code 1 where a bound was exceeded.
 
     python -m bench.attack [--seconds 60] [--memory 2048]
 
@@ -42,9 +41,7 @@ _TOKENIZE = "/whippet.v1.GenerationService/Tokenize"
 
 
 @dataclass
-class Found:
-    """What came of it."""
-
+class AttackOutcome:
     rest_mib: float = 0.0  # of the front, after a first round of everything
     peak_mib: float = 0.0
     end_mib: float = 0.0
@@ -58,7 +55,7 @@ class Found:
 
 @contextmanager
 def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, str]]]:
-    """One with a fake engine and `memory` MiB of address room, in the image's environment, and its addresses."""
+    """Starts a fake engine with `memory` MiB of address room, in the image's environment; yields its addresses."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     engine = (f"--fake.step-time={_STEP}", f"--fake.max-context={context}", "--fake.total-pages=20000")
@@ -78,14 +75,14 @@ def server(memory: int, context: int) -> Iterator[tuple[subprocess.Popen[bytes],
             with suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
-            said = Path(log.name).read_text()
-            if len(said) > 4000:
-                print(f"the log has {len(said)} bytes")
-            print(said[-2000:], file=sys.stderr)
+            outcome = Path(log.name).read_text()
+            if len(outcome) > 4000:
+                print(f"the log has {len(outcome)} bytes")
+            print(outcome[-2000:], file=sys.stderr)
 
 
 def calls(address: str, method: str, message: bytes, count: int) -> Counter[str]:
-    """So many at once; how they ended."""
+    """Makes `count` calls at once; counts how they ended."""
     unbounded = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=unbounded) as channel:
         begun = [channel.unary_unary(method, bytes, bytes).future(message, timeout=20) for _ in range(count)]
@@ -93,7 +90,7 @@ def calls(address: str, method: str, message: bytes, count: int) -> Counter[str]
 
 
 def streams(address: str, message: bytes, count: int) -> None:
-    """So many that live for a turn and are then cancelled."""
+    """Opens `count` streams that live for a turn and are then cancelled."""
     with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
         method = channel.unary_stream("/whippet.v1.GenerationService/GenerateStream", bytes, bytes)
         begun = [method(message, timeout=60) for _ in range(count)]
@@ -103,7 +100,7 @@ def streams(address: str, message: bytes, count: int) -> None:
 
 
 def attacks(ports: dict[str, str]) -> dict[str, Callable[[], object]]:
-    """Each a turn, at twice the size that once was too much."""
+    """Lists the attacks, each at twice the size that once was too much."""
     data = ports["data"]
     big = functools.partial(pb.GenerateRequest, stopping=pb.StoppingOptions(max_tokens=1))
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="some words " * 340_000)])
@@ -136,7 +133,7 @@ def attacks(ports: dict[str, str]) -> dict[str, Callable[[], object]]:
 
 
 def run_attacks(ports: dict[str, str], seconds: float) -> None:
-    """In a process of its own. Every kind at least once."""
+    """Attacks from a process of its own. Every kind at least once."""
     end = time.monotonic() + seconds
     for number, (name, attack) in enumerate(itertools.cycle(attacks(ports).items())):
         if time.monotonic() > end and number >= len(attacks(ports)):
@@ -149,8 +146,8 @@ def run_attacks(ports: dict[str, str], seconds: float) -> None:
         print(f"{began % 1000:6.1f} {name:40} {time.monotonic() - began:5.1f} s  {result or ''}", flush=True)
 
 
-def be_polite(address: str, stop: Event, found: Found) -> None:
-    """Small requests, one after the other, with a second's patience each time one is refused."""
+def be_polite(address: str, stop: Event, found: AttackOutcome) -> None:
+    """Makes small requests, one after the other, and waits a second after each refusal."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         for number in itertools.count():
@@ -159,14 +156,14 @@ def be_polite(address: str, stop: Event, found: Found) -> None:
             message = pb.GenerateRequest(text=f"polite {number}", stopping=pb.StoppingOptions(max_tokens=2))
             try:
                 stub.Generate(message, timeout=30)
-                said = "OK"
+                outcome = "OK"
             except grpc.RpcError as error:
-                said = error.code().name
-            found.polite[said] = found.polite.get(said, 0) + 1
+                outcome = error.code().name
+            found.polite[outcome] = found.polite.get(outcome, 0) + 1
 
 
-def stream_on(address: str, tokens: int, found: Found) -> None:
-    """One answer, from before the attack until it is over."""
+def stream_on(address: str, tokens: int, found: AttackOutcome) -> None:
+    """Reads one answer, from before the attack until it is over."""
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         message = pb.GenerateStreamRequest(text="beside", stopping=pb.StoppingOptions(max_tokens=tokens))
@@ -179,7 +176,7 @@ def stream_on(address: str, tokens: int, found: Found) -> None:
 
 
 def settled(pid: int) -> float:
-    """MiB that are left once nothing more is given back, in as many seconds as the front may leave its heap alone."""
+    """Returns the MiB left once no more is given back, in as many seconds as the front may leave its heap alone."""
     seen = [rss(pid)]
     while len(seen) < 10 or min(seen[-10:]) < min(seen[:-9]):
         time.sleep(1.0)
@@ -187,9 +184,9 @@ def settled(pid: int) -> float:
     return seen[-1] / 2**20
 
 
-def attack(seconds: float, memory: int) -> Found:
-    """A first short round, so that what is kept for good is there, and then the attack."""
-    found = Found()
+def attack(seconds: float, memory: int) -> AttackOutcome:
+    """Attacks briefly first, so that permanent memory is allocated, and then in earnest."""
+    found = AttackOutcome()
     tokens = int(seconds / _STEP)
     with server(memory, tokens + 1000) as (process, ports):
         print(f"at the start: {settled(process.pid):.0f} MiB", flush=True)
@@ -227,7 +224,6 @@ def attack(seconds: float, memory: int) -> Found:
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--memory", type=int, default=2048, help="MiB of address room for the front")

@@ -1,5 +1,5 @@
-"""Attention by itself on a GPU: rows of one token over their pages, and chunks of prompts. Microseconds a layer, beside
-what the device's memory or its tensor cores would allow.
+"""Measures attention by itself on a GPU: rows of one token over their pages, and chunks of prompts. Microseconds a
+layer, beside what the device's memory or its tensor cores would allow.
 
     python -m bench.attention
 
@@ -60,7 +60,6 @@ TENSOR_RATE = 989e12  # multiplications and additions a second, bfloat16, dense
 
 
 def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: list[int], shape: many.Grid) -> float:
-    """µs of one layer."""
     device = torch.device("cuda")
     held = [-(-length // 16) for length in lengths]
     pages = torch.zeros(len(lengths), max(held), dtype=torch.int32, device=device)
@@ -81,7 +80,7 @@ def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: li
 
 
 def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tuple[int, int], gpu: GpuShape) -> float:
-    """µs of one layer of a chunk of one sequence: so many tokens after so many."""
+    """Measures µs of one layer of a chunk of one sequence: (tokens before, tokens of the chunk)."""
     count, start = place_of
     device, end = torch.device("cuda"), start + count
     held = -(-end // 16)
@@ -97,7 +96,7 @@ def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tu
 
 
 def together(library: KernelLibrary, launcher: Launcher, heads: Heads, counts: list[int], most: int) -> float:
-    """µs of one layer of whole prompts side by side, in a pass for up to `most` chunks."""
+    """Measures µs of one layer of whole prompts side by side, in a pass for up to `most` chunks."""
     device, size = torch.device("cuda"), sum(counts)
     pages = torch.zeros(len(counts), -(-max(counts) // 16), dtype=torch.int32, device=device)
     table = torch.zeros(most, 4, dtype=torch.int32, device=device)
@@ -117,7 +116,6 @@ def together(library: KernelLibrary, launcher: Launcher, heads: Heads, counts: l
 
 
 def measure_together(library: KernelLibrary, launcher: Launcher) -> list[dict[str, object]]:
-    """One record a case."""
     records: list[dict[str, object]] = []
     for name, heads in LAYOUTS.items():
         for case, counts in (("16 × 128", [128] * 16), ("2 × 1024", [1024] * 2), ("1 × 2048", [2048])):
@@ -138,7 +136,6 @@ def measure_together(library: KernelLibrary, launcher: Launcher) -> list[dict[st
 
 
 def measure_decode(library: KernelLibrary, launcher: Launcher, grids: list[many.Grid]) -> list[dict[str, object]]:
-    """One record a case."""
     records: list[dict[str, object]] = []
     torch.manual_seed(0)
     mixed = (torch.rand(256) * 1400 + 100).int().tolist()
@@ -171,7 +168,6 @@ def measure_decode(library: KernelLibrary, launcher: Launcher, grids: list[many.
 
 
 def measure_chunks(library: KernelLibrary, launcher: Launcher) -> list[dict[str, object]]:
-    """One record a case."""
     records: list[dict[str, object]] = []
     gpu = gpu_shape(torch.device("cuda"))
     for name, heads in LAYOUTS.items():
@@ -203,7 +199,6 @@ def measure_chunks(library: KernelLibrary, launcher: Launcher) -> list[dict[str,
 
 
 def main() -> int:
-    """Measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
         "--grid", action="append", default=[], metavar="WARPS,STAGES,LEAST", help="another division than the default"
@@ -273,7 +268,6 @@ def with_copy(weights: StepWeights) -> StepWeights:
 
 
 def demo(folder: str) -> StepWeights:
-    """A trained model's weights."""
     from engine.execution.graphs.weights import step_weights
     from engine.settings import EngineSettings
     from engine.worker.build import prepare
@@ -283,8 +277,6 @@ def demo(folder: str) -> StepWeights:
 
 
 class Decode:
-    """Rows whose every token both heads choose."""
-
     def __init__(self, library: Kernels, launcher: Launcher, weights: StepWeights, *, top: bool = False) -> None:
         """`top`: rows that draw within a top_k."""
         self.weights, self.launcher = weights, launcher
@@ -321,7 +313,6 @@ class Decode:
         return graph
 
     def _draw_anew(self, keys: Sequence[int]) -> None:
-        """Replaces the noise of the rows."""
         if self.sampled is None:
             self.buffers.choice.noise_key.copy_(torch.tensor(keys))
             return
@@ -329,7 +320,6 @@ class Decode:
             self.sampled.place(at, replace(row, noise_key=key))
 
     def run(self, steps: int, generator: torch.Generator) -> dict[str, Any]:
-        """`steps` of single rows."""
         progress, vocabulary = self.buffers.progress, self.weights.head.rows
         self.wrong.zero_()
         began, done = time.monotonic(), 0
@@ -354,8 +344,6 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Names the sizes of a timing."""
-
     rows: int
     columns: int
     batch: int
@@ -363,7 +351,7 @@ class Size:
 
 
 def heads(library: Kernels, launcher: Launcher, size: Size) -> dict[str, Any]:
-    """µs of a head and `advance`, each way, in turns."""
+    """Measures µs of a head and `advance`, each way, in turns."""
     copies = max(1, CACHED // (size.rows * size.columns * 2))
     spec = Spec(1, size.columns, 64, Heads(2, 1, 32, False), size.rows)
     models = [with_copy(random_weights(spec, Format.BF16, 2, 8)) for _ in range(copies)]
@@ -395,7 +383,7 @@ def heads(library: Kernels, launcher: Launcher, size: Size) -> dict[str, Any]:
 
 
 def choosing(library: Kernels, weights: StepWeights, buffers: StepBuffers, *, two_passes: bool) -> list[Launch]:
-    """A head, and what puts its result back to zero: `advance` of idle rows."""
+    """Returns the launches of a head, and what resets its result: `advance` of idle rows."""
     how, choice, places = plan().tiling("head", weights.head), buffers.choice, buffers.places
     if two_passes and weights.coarse is not None:
         both = plan().two_passes(weights.head, weights.coarse)
@@ -408,7 +396,6 @@ def choosing(library: Kernels, weights: StepWeights, buffers: StepBuffers, *, tw
 
 
 def models(folder: str | None) -> dict[str, Callable[[], StepWeights]]:
-    """Lists the models that decode, by name."""
     pages = ROWS * (ANEW // 16 + 1)
     found: dict[str, Callable[[], StepWeights]] = {
         name: partial(random_weights, spec, Format.BF16, pages, 2 * ANEW) for name, spec in MODELS.items()
@@ -417,8 +404,8 @@ def models(folder: str | None) -> dict[str, Callable[[], StepWeights]]:
 
 
 def two_pass_main(argv: Sequence[str] | None = None) -> int:
-    """The head in two passes beside the plain one, on a GPU: that they find the same keys, token and score, in many
-    decode steps, and from which size of the head on two passes are faster.
+    """Compares the head in two passes with the plain one on a GPU: keys, token and score in many decode steps, and the
+    size of the head from which two passes are faster.
 
         python -m bench.attention two_pass --demo models/demo --steps 1000000
 

@@ -1,7 +1,6 @@
-"""What the caches cost and what they save, on plain Redis: a semantic lookup by length of the question, idle and while
+"""Measures what the caches cost and save, on plain Redis: a semantic lookup by length of the question, idle and while
 an answer is generated; a stored answer beside a generated one. Prints tables and ends in one JSON line. Starts a
-redis-server of its own, and servers on free ports.
-"""
+redis-server of its own, and servers on free ports."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ from cache.api import (
     RedisSettings,
     ResponseSettings,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
 )
 from cache.open.counters import Counters
 from cache.seal.context import CacheContext
@@ -68,7 +67,7 @@ Buckets = dict[str, list[str]]  # texts by what their figures are called
 
 
 class Mixed:
-    """The real embedder, with random vectors for texts that only fill the index."""
+    """Uses the real embedder, but random vectors for texts that only fill the index."""
 
     def __init__(self, real: ModelEmbedder) -> None:
         self._real = real
@@ -86,7 +85,7 @@ class Mixed:
 
 
 def sentences() -> list[str]:
-    """From docstrings of Python's standard library: English of every length, on every machine."""
+    """Returns sentences of docstrings of Python's standard library: English of every length, on every machine."""
     found: dict[str, None] = {}
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
@@ -98,15 +97,14 @@ def sentences() -> list[str]:
     return [text for text in found if len(text.split()) >= 3 and not re.search(r"\d[\d -]{7,}\d|@", text)]
 
 
-def turn(text: str) -> Turn:
-    """A greedy question."""
+def turn(text: str) -> SemanticTurn:
     ids = tuple(text.encode())
     question = Question(tenant="bench", token_ids=ids, parameters=(), max_tokens=512, deterministic=True)
-    return Turn(question=question, context=b"", text=text, greedy=True)
+    return SemanticTurn(question=question, context=b"", text=text, greedy=True)
 
 
 def answer() -> CachedCompletion:
-    """200 tokens, about 1 KB."""
+    """Returns 200 tokens, about 1 KB."""
     parts = [AnswerPart((n,), "word ") for n in range(199)]
     ending = AnswerEnding(reason="stop", prompt_tokens=1, completion_tokens=200)
     return CachedCompletion(
@@ -115,8 +113,6 @@ def answer() -> CachedCompletion:
 
 
 class Lookups:
-    """Both caches over one Redis, filled."""
-
     def __init__(self, url: str) -> None:
         counter, keyring = Counters(), Keyring.generate()
         partitions = Partitions(keyring, ModelIdentity(weights="bench", tokenizer="bench"))
@@ -129,7 +125,6 @@ class Lookups:
         self.similar = SimilarCache(context, self.embedder, SemanticSettings(mode=Mode.ON, audit=0.0))
 
     async def fill(self, texts: list[str], entries: int) -> None:
-        """Real questions first, then random vectors."""
         filler = (f"{_FILLER}number {n} of many" for n in range(entries - len(texts)))
         for number, text in enumerate((*texts, *filler)):
             await self.similar.put(turn(text), answer())
@@ -138,7 +133,7 @@ class Lookups:
         await asyncio.sleep(3.0)  # writes in the background, and the index that follows them
 
     async def measure(self, buckets: Buckets) -> dict[str, list[float]]:
-        """Milliseconds of both lookups, for a request that the response cache does not have."""
+        """Measures milliseconds of both lookups, for a request that the response cache does not have."""
         found: dict[str, list[float]] = {}
         order = [(name, text) for name, texts in buckets.items() for text in texts]
         random.Random(2).shuffle(order)
@@ -157,7 +152,8 @@ class Lookups:
 
 
 def bucketed(lookups: Lookups, texts: list[str], each: int) -> Buckets:
-    """`each` texts of every length, half of them stored questions in other spelling; and real queries to assistants."""
+    """Returns `each` texts of every length, half of them stored questions in other spelling; and real queries to
+    assistants."""
     buckets: Buckets = {f"≤ {border} tokens": [] for border in LENGTHS}
     for text in texts:
         length = lookups.embedder.tokens(text)
@@ -171,7 +167,7 @@ def bucketed(lookups: Lookups, texts: list[str], each: int) -> Buckets:
 
 @contextmanager
 def generating() -> Iterator[None]:
-    """Meanwhile the demo model answers one request after the other, on one thread."""
+    """Keeps the demo model answering one request after the other, on one thread."""
     code = (
         "import sys, time, grpc\n"
         "from service.pb.whippet.v1 import generation_pb2 as pb, generation_pb2_grpc as rpc\n"
@@ -202,7 +198,7 @@ def measuring(what: str) -> Iterator[None]:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Median and tails, in milliseconds, to the microsecond."""
+    """Returns median and tails, in milliseconds, to the microsecond."""
     ordered = sorted(values)
     at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in QUANTILES.items()}
     return {name: round(value, 3) for name, value in at.items()} | {"count": len(ordered)}
@@ -212,7 +208,7 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
 def lookups(entries: int, each: int, rounds: int) -> Figures:
-    """The semantic path by length, idle and beside a generation."""
+    """Measures the semantic path by length, idle and beside a generation."""
 
     async def run(url: str) -> Figures:
         texts = sentences()
@@ -240,7 +236,6 @@ def lookups(entries: int, each: int, rounds: int) -> Figures:
 
 
 def request(client: FrameClient, number: int, text: str, tokens: int) -> float:
-    """Milliseconds of one unary request."""
     message = pb.GenerateRequest(text=text, sampling=pb.SamplingOptions(temperature=0))
     message.stopping.max_tokens = tokens
     begun = time.perf_counter()
@@ -253,7 +248,7 @@ def request(client: FrameClient, number: int, text: str, tokens: int) -> float:
 
 
 def replays(count: int) -> Figures:
-    """A stored answer of 64 tokens against the same one without caches, whose engine takes 1 ms a token."""
+    """Compares a stored answer of 64 tokens with the same one without caches, whose engine takes 1 ms a token."""
     result: Figures = {}
     for name, enabled in (("stored", "true"), ("generated", "false")):
         flags = (f"--optimizations.response-cache={enabled}", "--cache.semantic.mode=off", "--fake.step-time=0.001")
@@ -298,7 +293,7 @@ RECOVERY = 2.0  # seconds
 
 
 def faults(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], None], Callable[[], None]]]:
-    """How to cause each fault, and how to end it. The last one cannot be ended."""
+    """Returns how to cause each fault, and how to end it. The last one cannot be ended."""
 
     def slow(seconds: float) -> None:
         between.delay = seconds
@@ -330,7 +325,7 @@ def faults(redis: RedisServer, between: Proxy) -> dict[str, tuple[Callable[[], N
 
 
 def measure(count: int) -> Figures:
-    """Milliseconds of a whole request of one token; one that fails ends the run."""
+    """Measures milliseconds of a whole request of one token; a failed one ends the run."""
     result: Figures = {}
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis, proxy_in_thread(redis.port) as between:
         url, keys = f"--cache.redis-url={between.url}", write_keys(Path(folder) / "keys")
@@ -355,10 +350,9 @@ def measure(count: int) -> Figures:
 
 
 def faults_main() -> None:
-    """What a faulty Redis adds to requests that no cache has, one after the other through one server: Redis gone,
-    stalled, slow, cutting its answers, full, read-only, emptied before every request. Prints a table and ends in one
-    JSON line.
-    """
+    """Measures what a faulty Redis adds to requests that no cache has, one after the other through one server: Redis
+    gone, stalled, slow, cutting its answers, full, read-only, emptied before every request. Prints a table and ends in
+    one JSON line."""
     parser = argparse.ArgumentParser(description=inspect.getdoc(faults_main))
     parser.add_argument("--count", type=int, default=400, help="requests of each kind")
     given = parser.parse_args()
@@ -378,7 +372,7 @@ STRICT_COSINE = 0.80
 
 
 def served(suite: str, embedder: ModelEmbedder) -> dict[str, dict[str, object]]:
-    """For each rule: pairs served that mean the same, and pairs served that do not, with a 95 % interval."""
+    """Counts for each rule the served pairs of equal and of different meaning, with a 95 % interval."""
     rows = [json.loads(line) for line in (DATA / f"{suite}_held_out.jsonl").read_text().splitlines()]
     same = {"signs": False, "ordinary": True}
     totals: Counter[bool] = Counter()
@@ -402,10 +396,8 @@ def _shares(totals: Counter[bool], wrong: int, right: int) -> dict[str, object]:
 
 
 def pairs_main() -> None:
-    """Which of two questions the semantic cache would take for the same: the guard against a cosine threshold alone, on
-    pairs that no rule was written beside. Ends in one JSON line. No clock is involved; only the embedder's digest
-    matters.
-    """
+    """Compares the semantic cache's guard with a cosine threshold alone, on pairs that no rule was written beside. Ends
+    in one JSON line. No clock is involved; only the embedder's digest matters."""
     embedder = open_embedder(exported())
     figures = {suite: served(suite, embedder) for suite in SUITES}
     for suite, rules in figures.items():

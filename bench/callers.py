@@ -1,8 +1,8 @@
-"""Callers in a process of their own, as many as its standard input says, who come back when a refusal says so.
+"""Runs callers in a process of their own, as many as its standard input asks for, which retry when a refusal permits.
 
     python -m bench.callers ADDRESS TOKEN TOKENS
 
-A line with a number lets so many call from then on; `report` prints one line of JSON of all calls since the last one.
+A line with a number sets how many call from then on; `report` prints one line of JSON of all calls since the last one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _FIRST = 4.0  # seconds over which those who are new begin
 _RETRY = "grpc-retry-pushback-ms"
 
 
-class Callers:
-    """Each asks for one stream after the other, of `tokens` tokens."""
+class StreamCallers:
+    """Requests one stream after the other from each caller, of `tokens` tokens."""
 
     def __init__(self, address: str, token: str, tokens: int) -> None:
         self._address = address
@@ -43,7 +43,7 @@ class Callers:
         self.first: list[float] = []  # seconds until the first token
 
     def let(self, count: int) -> None:
-        """So many call from now on; the calls of those who are too many are cancelled."""
+        """Sets the number of callers; surplus calls are cancelled."""
         while len(self._tasks) > count:
             self._tasks.pop().cancel()
         new = count - len(self._tasks)
@@ -51,10 +51,10 @@ class Callers:
             self._tasks.append(asyncio.create_task(self._call(len(self._tasks), _FIRST * number / new)))
 
     def report(self) -> dict[str, Any]:
-        """Of what has ended since the last one."""
-        said = {"codes": self.codes, "refused": sorted(self.refused), "first": sorted(self.first)}
+        """Reports the calls that have ended since the last report."""
+        report = {"codes": self.codes, "refused": sorted(self.refused), "first": sorted(self.first)}
         self._new()
-        return said
+        return report
 
     def _stub(self, number: int) -> generation_pb2_grpc.GenerationServiceStub:
         while len(self._stubs) <= number // _PER_CONNECTION:
@@ -85,9 +85,7 @@ class Callers:
                 await asyncio.sleep(int(dict(trailers).get(_RETRY, "1000")) / 1000)
 
 
-class Process:
-    """The same from outside."""
-
+class CallerProcess:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
@@ -107,23 +105,23 @@ class Process:
 
 
 @contextmanager
-def callers(address: str, token: str, tokens: int) -> Iterator[Process]:
-    """Nobody calls yet; they end with the block."""
+def callers(address: str, token: str, tokens: int) -> Iterator[CallerProcess]:
+    """Yields a process without callers yet; it ends with the block."""
     words = [sys.executable, "-m", "bench.callers", address, token, str(tokens)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            yield Process(process)
+            yield CallerProcess(process)
         finally:
             process.kill()
 
 
 def share(values: list[float], part: float) -> float:
-    """The value that so large a part of them do not exceed."""
+    """Returns the value that a share `part` of them do not exceed."""
     return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else 0.0
 
 
 async def main(address: str, token: str, tokens: str) -> None:
-    everybody = Callers(address, token, int(tokens))
+    everybody = StreamCallers(address, token, int(tokens))
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := (await reader.readline()).decode().strip():

@@ -1,4 +1,4 @@
-"""Tells a regression from noise: two results, or two commits whose rounds are interleaved in one run.
+"""Distinguishes a regression from noise: two results, or two commits whose rounds are interleaved in one run.
 
     whippet bench compare before.json after.json
     whippet bench compare --before HEAD~1 --model models/demo
@@ -47,14 +47,12 @@ class Change:
     rounds: int
 
     def verdict(self, tolerance: float = TOLERANCE) -> str:
-        """Names the outcome in one word."""
         if self.rounds < _LEAST:
             return "too few rounds"
         beyond = math.log1p(tolerance)
         return "slower" if self.low > beyond else "faster" if self.high < -beyond else "no difference"
 
     def line(self, tolerance: float = TOLERANCE) -> str:
-        """Returns the row of the table."""
         low, high = (f"{math.expm1(each):+.1%}" for each in (self.low, self.high))
         return (
             f"{self.name:34} {self.before:12.2f} {self.after:12.2f} {self.unit:9} {low:>7} … {high:>7}"
@@ -81,18 +79,17 @@ def change(name: str, before: Samples, after: Samples, paired: bool, seed: int =
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean of the middle half: nearly as sharp as a mean, and as deaf to what a busy machine does as a median."""
+    """Returns the mean of the middle half: nearly as sharp as a mean, and as robust against a busy machine as a
+    median."""
     ordered, cut = sorted(values), len(values) // 4
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
 def changes(before: Mapping[str, Samples], after: Mapping[str, Samples], paired: bool) -> list[Change]:
-    """Compares every figure that both sides have."""
     return [change(name, one, after[name], paired) for name, one in before.items() if name in after]
 
 
 def regressions(found: Sequence[Change], tolerance: float) -> list[Change]:
-    """Returns the changes that are slower."""
     return [one for one in found if one.verdict(tolerance) == "slower"]
 
 
@@ -100,7 +97,7 @@ def regressions(found: Sequence[Change], tolerance: float) -> list[Change]:
 
 
 def samples_of(record: Mapping[str, Any]) -> dict[str, Samples]:
-    """What a record can be compared by."""
+    """Returns the samples by which a record can be compared."""
     return {name: Samples(one["unit"], tuple(one["values"])) for name, one in record["samples"].items()}
 
 
@@ -113,7 +110,7 @@ def of_files(paths: Sequence[Path]) -> tuple[list[Change], dict[str, Any]]:
     if one["settings"].get("model") != two["settings"].get("model"):
         raise ValueError(f"models: {one['settings'].get('model')} and {two['settings'].get('model')}")
     if not one["samples"] or not two["samples"]:
-        raise ValueError("a result without rounds says nothing of noise; run it again with --rounds 5 or more")
+        raise ValueError("a result without rounds cannot show noise; run it again with --rounds 5 or more")
     figures = {"before": one["revision"], "after": two["revision"], "codes": [one["code"], two["code"]]}
     return changes(samples_of(one), samples_of(two), paired=False), figures
 
@@ -123,7 +120,7 @@ def of_files(paths: Sequence[Path]) -> tuple[list[Change], dict[str, Any]]:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
-    """The commit's files in a folder of its own, which is removed afterwards. Raises ValueError."""
+    """Yields the commit's files in a folder of its own, which is removed afterwards. Raises ValueError."""
     if not (ROOT / ".git").exists():
         raise ValueError("--before needs a checkout: an installed wheel has no other commits")
     with tempfile.TemporaryDirectory() as folder:
@@ -139,9 +136,7 @@ def worktree(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "worktree", "remove", "--force", str(path)], cwd=ROOT, capture_output=True)
 
 
-class Turns:
-    """A process of one tree that runs a round when asked."""
-
+class TreeProcess:
     def __init__(self, tree: Path, arguments: Sequence[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
         words = [sys.executable, str(Path(__file__).with_name("turns.py")), *arguments]
@@ -170,7 +165,6 @@ class Turns:
         return line
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.communicate()
 
@@ -196,14 +190,14 @@ def interleave(
 
 
 def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[dict[str, Samples], dict[str, Samples]]:
-    """Both trees' engines; processes are started anew --starts times, since two starts differ."""
+    """Measures both trees' engines; processes are started anew --starts times, since two starts differ."""
     words = [f"--model={Path(given.model).resolve()}", f"--load-format={given.load_format}"]
     words += [f"--rows={given.rows}", f"--tokens={given.tokens}"]
     words += [] if given.threads is None else [f"--threads={given.threads}"]
     parts = []
     for start in range(given.starts):
         with ExitStack() as stack:
-            sides = [Turns(tree, words) for tree in (before, after)]
+            sides = [TreeProcess(tree, words) for tree in (before, after)]
             for one in sides:
                 stack.callback(one.close)
             for one in sides:
@@ -218,7 +212,6 @@ def of_commits(given: argparse.Namespace, before: Path, after: Path) -> tuple[di
 
 
 def joined(parts: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """Collects the rounds of several starts."""
     return {
         name: Samples(one.unit, tuple(value for part in parts for value in part[name].values))
         for name, one in parts[0].items()
@@ -226,7 +219,6 @@ def joined(parts: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
 
 
 def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
-    """Measures or reads, and prints the table."""
     parser = argparse.ArgumentParser(
         prog="whippet bench compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -243,7 +235,7 @@ def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
     given = parser.parse_args(argv)
     if bool(given.before) == bool(given.files) or len(given.files) not in (0, 2):
         parser.error("name two files, or --before COMMIT")
-    shown = {name: value for name, value in vars(given).items() if name != "files"}
+    label = {name: value for name, value in vars(given).items() if name != "files"}
     if given.files:
         found, figures = of_files(given.files)
         samples: dict[str, Samples] = {}
@@ -265,4 +257,4 @@ def command(argv: Sequence[str] | None = None) -> tuple[Result, int]:
     rows = [
         {"name": one.name, "verdict": one.verdict(given.tolerance), "low": one.low, "high": one.high} for one in found
     ]
-    return Result("compare", shown, {**figures, "changes": rows}, samples), REGRESSION if worse else 0
+    return Result("compare", label, {**figures, "changes": rows}, samples), REGRESSION if worse else 0

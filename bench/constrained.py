@@ -1,4 +1,4 @@
-"""The demo model on the CPU behind a scheduler, with plans and results held to their rules: answers to constraints."""
+"""Runs the demo model on the CPU behind a scheduler, with checked plans and results: answers to constraints."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def tokenizer() -> Tokenizer:
 
 
 def grammar(kind: str, *texts: str) -> Constraint:
-    """As a server makes it. Raises Refusal."""
+    """Makes a constraint as a server does. Raises JobRefused."""
     return Constraint(constraint(TextTokenizer.of_bytes(), pack(ConstraintJob(kind, texts))).decode())
 
 
 def asked(constraint: Constraint | None, seed: int = 0, tokens: int = 400, **changes: Any) -> GenerationRequest:
-    """At temperature 1."""
     prompt = "<|im_start|>user\nTell me.<|im_end|>\n<|im_start|>assistant\n"
     plain = plain_request(tuple(tokenizer().encode(prompt).ids))
     return replace(
@@ -61,9 +60,7 @@ def asked(constraint: Constraint | None, seed: int = 0, tokens: int = 400, **cha
 
 
 @dataclass
-class Outcome:
-    """What came of a request."""
-
+class ConstrainedOutcome:
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
@@ -90,20 +87,20 @@ class Answering:
         self.scheduler = Scheduler(limits, PagePool(pages or info.total_pages))
         self._keys = itertools.count(1)
 
-    def answer(self, requests: Items[GenerationRequest]) -> list[Outcome]:
-        told = {next(self._keys): Outcome() for _ in requests}
-        for key, request in zip(told, requests, strict=True):
+    def answer(self, requests: Items[GenerationRequest]) -> list[ConstrainedOutcome]:
+        outcomes = {next(self._keys): ConstrainedOutcome() for _ in requests}
+        for key, request in zip(outcomes, requests, strict=True):
             self.scheduler.admit(Sequence(request, list(request.token_ids), key=key))
         while self.scheduler.live:
             plan = self.scheduler.plan(time.monotonic())
             assert plan is not None
             for event in self.scheduler.commit(plan, self.runner.run(plan), time.monotonic()):
-                one = told[event.key]
+                one = outcomes[event.key]
                 one.steps += 1
                 one.ids += event.token_ids
                 one.logprobs += event.logprobs
                 one.finish, one.failure = event.finish, event.failure
-        return list(told.values())
+        return list(outcomes.values())
 
 
 def demo(sequences: int = 8, speculation: bool = True) -> Runner:
@@ -144,7 +141,7 @@ class Schemas:
         )
 
     def schema(self) -> Schema:
-        """An object at the top, as nearly all are."""
+        """Makes a schema with an object at the top, as nearly all have."""
         if self._random.random() < 0.06:
             return self._recursive()
         if self._random.random() < 0.2:
@@ -223,7 +220,6 @@ class Schemas:
         }
 
     def _recursive(self) -> Schema:
-        """A list that links to itself."""
         return {
             "$ref": "#/$defs/node",
             "$defs": {
@@ -241,6 +237,6 @@ class Schemas:
 
 
 def schemas(count: int, seed: int = 0) -> list[Schema]:
-    """Draws so many schemas, the same for a seed."""
+    """Draws `count` schemas, the same for a seed."""
     made = Schemas(seed)
     return [made.schema() for _ in range(count)]

@@ -1,4 +1,5 @@
-"""Constrained answers: two libraries beside each other, and what a constraint costs a stream of the demo model.
+"""Measures constrained answers: two libraries beside each other, and what a constraint costs a stream of the demo
+model.
 
     python -m bench.constraints --append bench/results/constraints-cpu.json
 
@@ -27,7 +28,7 @@ from unittest import mock
 import jsonschema
 from msgspec.structs import replace
 
-from bench.constrained import DEMO, EOS, Answering, Outcome, Schema, asked, demo, grammar, schemas, tokenizer
+from bench.constrained import DEMO, EOS, Answering, ConstrainedOutcome, Schema, asked, demo, grammar, schemas, tokenizer
 from bench.result import device, revision, run_one_of
 from engine.api import Constraint, FinishReason, GenerationRequest, Stopping
 from engine.constraints import following as made
@@ -41,7 +42,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from service.core.text.sandbox.jobs import Refusal
+from service.core.text.sandbox.jobs import JobRefused
 
 # Keywords that the made schemas leave out, one each: which of them a library enforces, passes over, or refuses.
 RARE: dict[str, Schema] = {
@@ -107,14 +108,14 @@ LIBRARIES = {"llguidance": of_llguidance, "xgrammar": of_xgrammar}
 
 
 def library(name: str, made: list[Schema], answers: list[list[int]]) -> dict[str, Any]:
-    """Milliseconds to compile and a mask; how many schemas and answers it takes."""
+    """Measures milliseconds to compile and per mask; how many schemas and answers it takes."""
     compile_ = LIBRARIES[name]()
     compiling, masking, refused, denied = [], [], 0, 0
     for schema, ids in zip(made, answers, strict=True):
         begun = time.perf_counter()
         try:
             walk = compile_(json.dumps(schema))
-        except (Refusal, RuntimeError, ValueError):
+        except (JobRefused, RuntimeError, ValueError):
             refused += 1
             continue
         compiling.append((time.perf_counter() - begun) * 1e3)
@@ -130,7 +131,7 @@ def library(name: str, made: list[Schema], answers: list[list[int]]) -> dict[str
         try:
             compile_(json.dumps(schema))
             rare[keyword] = "taken"
-        except (Refusal, RuntimeError, ValueError):
+        except (JobRefused, RuntimeError, ValueError):
             rare[keyword] = "refused"
     return {
         "bench": "library",
@@ -153,35 +154,35 @@ def summary(name: str, values: list[float]) -> dict[str, float]:
     }
 
 
-def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[str, Any], list[Outcome]]:
-    """The engine's answers to all of them at temperature 1, judged."""
-    told: list[Outcome] = []
+def answered(engine: Answering, made: list[Schema], tokens: int) -> tuple[dict[str, Any], list[ConstrainedOutcome]]:
+    """Validates the engine's answers to all of them at temperature 1."""
+    outcomes: list[ConstrainedOutcome] = []
     for start in range(0, len(made), 8):
         batch = made[start : start + 8]
         forms = [grammar("json_schema", json.dumps(schema)) for schema in batch]
-        told += engine.answer([asked(form, seed=start + n, tokens=tokens) for n, form in enumerate(forms)])
-    finished = [n for n, one in enumerate(told) if one.finish and one.finish.reason is FinishReason.STOP]
+        outcomes += engine.answer([asked(form, seed=start + n, tokens=tokens) for n, form in enumerate(forms)])
+    finished = [n for n, one in enumerate(outcomes) if one.finish and one.finish.reason is FinishReason.STOP]
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     valid = sum(
-        jsonschema.Draft202012Validator(made[n], format_checker=checker).is_valid(json.loads(told[n].text))
+        jsonschema.Draft202012Validator(made[n], format_checker=checker).is_valid(json.loads(outcomes[n].text))
         for n in finished
     )
-    ids = sum(len(told[n].ids) for n in finished)
+    ids = sum(len(outcomes[n].ids) for n in finished)
     result = {
         "bench": "answers",
         "schemas": len(made),
         "finished": len(finished),
         "valid": valid,
-        "failed": sum(one.failure is not None for one in told),
+        "failed": sum(one.failure is not None for one in outcomes),
         "tokens": ids,
-        "steps": sum(told[n].steps for n in finished),
+        "steps": sum(outcomes[n].steps for n in finished),
     }
-    return result, told
+    return result, outcomes
 
 
 def streams(engine: Answering, count: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds a step of `count` streams, without a constraint and with one that allows nearly everything, in
-    turns; so that steps and not answers are compared, ends of text are not taken."""
+    """Measures milliseconds a step of `count` streams, without a constraint and with one that allows nearly everything,
+    in turns; so that steps and not answers are compared, ends of text are not taken."""
     loose = grammar("regex", "(?s).*")
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
@@ -209,9 +210,9 @@ def main() -> None:
     parser.add_argument("--append", type=Path, help="file of results")
     given = parser.parse_args()
     engine, made = Answering(demo(speculation=False)), schemas(given.schemas)
-    result, told = answered(engine, made, given.tokens)
+    result, outcomes = answered(engine, made, given.tokens)
     results = [result, *(streams(engine, count, given.rounds) for count in (1, 8))]
-    cut = [one.ids if one.finish and one.finish.reason is FinishReason.STOP else [] for one in told]
+    cut = [one.ids if one.finish and one.finish.reason is FinishReason.STOP else [] for one in outcomes]
     results += [library(name, made, cut) for name in LIBRARIES if importlib.util.find_spec(name) is not None]
     kept = json.loads(given.append.read_text()) if given.append and given.append.exists() else []
     for one in results:
@@ -271,8 +272,8 @@ PERSON: dict[str, Any] = {
 }
 
 
-class Words:
-    """A tokenizer of so many tokens: bytes, marks of JSON, and made words with and without a space before them."""
+class FakeTokenizer:
+    """Makes a vocabulary: bytes, marks of JSON, and made words with and without a space before them."""
 
     bos_token_id = None
 
@@ -298,21 +299,17 @@ class Words:
 
 
 class WordGrammars(Grammars):
-    """Over such a vocabulary."""
-
     def __init__(self, size: int) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         super().__init__("")
-        self._words = LLTokenizer(TokenizerWrapper(Words(size))), size - 1
+        self._words = LLTokenizer(TokenizerWrapper(FakeTokenizer(size))), size - 1
 
     def vocabulary(self) -> tuple[LLTokenizer, int]:
         return self._words
 
 
-class Bench:
-    """A runner, and schedulers over it one after the other."""
-
+class ConstraintBench:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._keys = itertools.count(1)
@@ -331,18 +328,19 @@ class Bench:
         keys = [next(self._keys) for _ in requests]
         for key, one in zip(keys, requests, strict=True):
             scheduler.admit(Sequence(one, list(one.token_ids), key=key))
-        said = dict.fromkeys(keys, 0)
+        emitted = dict.fromkeys(keys, 0)
         times: dict[int, list[float]] = {}
         while (plan := scheduler.plan(time.monotonic())) is not None:
             for event in scheduler.commit(plan, self._runner.run(plan), time.monotonic()):
                 assert event.failure is None
                 now = time.monotonic()
-                said[event.key] += len(event.token_ids)
+                emitted[event.key] += len(event.token_ids)
                 times.setdefault(event.key, [now, now])[1] = now
-        return [(said[key], (said[key] - 1) / max(1e-9, times[key][1] - times[key][0])) for key in keys]
+        return [(emitted[key], (emitted[key] - 1) / max(1e-9, times[key][1] - times[key][0])) for key in keys]
 
     def in_turns(self, kinds: dict[str, list[GenerationRequest]], counted: int, rounds: int) -> dict[str, float]:
-        """Tokens a second of the first so many requests of each kind together; the first round is not counted."""
+        """Measures tokens a second of the first `counted` requests of each kind together; the first round is not
+        counted."""
         rates: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(rounds + 1):
             for kind, requests in kinds.items():
@@ -356,7 +354,7 @@ def steps_asked(at: int, form: Constraint | None, tokens: int, temperature: floa
     return replace(base, sampling=sampling, stopping=Stopping(max_tokens=tokens), constraint=form)
 
 
-def measured(bench: Bench, rounds: int, tokens: int) -> list[dict[str, Any]]:
+def measured(bench: ConstraintBench, rounds: int, tokens: int) -> list[dict[str, Any]]:
     loose, person = grammar("regex", "(?s).*"), grammar("json_schema", json.dumps(PERSON))
     found: list[dict[str, Any]] = []
     for streams in (1, 8):
@@ -367,8 +365,8 @@ def measured(bench: Bench, rounds: int, tokens: int) -> list[dict[str, Any]]:
         rates = bench.in_turns(kinds, streams, rounds)
         plain, within = rates["plain"], rates["in"]
         found.append({"bench": "streams", "streams": streams, "plain": plain, "constrained": within})
-    mates = [steps_asked(n, None, tokens) for n in range(7)]
-    rates = bench.in_turns({"alone": mates, "beside": [*mates, steps_asked(9, loose, tokens)]}, 7, rounds)
+    others = [steps_asked(n, None, tokens) for n in range(7)]
+    rates = bench.in_turns({"alone": others, "beside": [*others, steps_asked(9, loose, tokens)]}, 7, rounds)
     found.append({"bench": "mates", "plain": rates["alone"], "constrained": rates["beside"]})
     for one in found:
         one["speed"] = round(one["constrained"] / one["plain"], 3)
@@ -376,14 +374,15 @@ def measured(bench: Bench, rounds: int, tokens: int) -> list[dict[str, Any]]:
         with mock.patch.object(made, "MOST_FORCED", most):
             bench.run([steps_asked(n, person, 400, 1.0) for n in range(streams)])
             begun = time.monotonic()
-            said = sum(count for count, _ in bench.run([steps_asked(n, person, 400, 1.0) for n in range(streams)]))
-            rate = said / (time.monotonic() - begun)
-        found.append({"bench": "jump", "streams": streams, "forced": most > 0, "tokens": said, "tokens_per_s": rate})
+            emitted = sum(count for count, _ in bench.run([steps_asked(n, person, 400, 1.0) for n in range(streams)]))
+            rate = emitted / (time.monotonic() - begun)
+        found.append({"bench": "jump", "streams": streams, "forced": most > 0, "tokens": emitted, "tokens_per_s": rate})
     return found
 
 
 def steps_main() -> None:
-    """What a constraint costs steps on a GPU: streams with and without one in turns, those beside one, forced tokens.
+    """Measures what a constraint costs steps on a GPU: streams with and without one in turns, those beside one, forced
+    tokens.
 
         python -m bench.constraints steps --model bench/models/qwen3-0.6b --append bench/results/constrained-h100.json
 
@@ -406,7 +405,7 @@ def steps_main() -> None:
     constraints = Constraints(grammars=words)
     runner = make_runner(settings, prepare(settings, quiet, constraints), quiet)
     kept = json.loads(given.append.read_text()) if given.append and given.append.exists() else []
-    for one in measured(Bench(runner), given.rounds, given.tokens):
+    for one in measured(ConstraintBench(runner), given.rounds, given.tokens):
         rounded = {
             name: round(value) if isinstance(value, float) and value > 2 else value for name, value in one.items()
         }
@@ -418,7 +417,7 @@ def steps_main() -> None:
 
 
 def quiet(phase: str, done: int, total: int) -> None:
-    """Ignores the progress."""
+    pass
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Decode on a CPU beside llama.cpp at the same bits, in turns, greedy: a table, and one JSON line.
+"""Compares decode on a CPU with llama.cpp at the same bits, in turns, greedy: a table, and one JSON line.
 
     python -m bench.cpu_peers --gguf SmolLM2-135M-Instruct.Q4_1.gguf --folder smollm2-bf16 --peer PEER/bin/python
 
 `--folder` is the GGUF file converted to 16 bits (`whippet convert`); `--peer` an interpreter with llama-cpp-python, or
 none. Its files in 16 and 8 bits are made of the same one, into `--work`. Ours runs twice in each round: with the
-walk in C, and with torch's walk, which is what it was before. Nobody speculates. The rate of a turn is that of the step
-which a quarter of its steps are faster than, in both engines, so that a busy machine shows less.
+walk in C, and with torch's walk, which is what it was before. No engine speculates. The rate of a turn is that of the
+step which a quarter of its steps are faster than, in both engines, so that a busy machine shows less.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def undisturbed(steps: list[float]) -> float:
     return sorted(steps)[len(steps) // 4]
 
 
-class Peer:
-    """llama.cpp in its own interpreter."""
-
+class LlamaCppPeer:
     def __init__(self, python: str) -> None:
         script = Path(__file__).with_name("llama_peer.py")
         self._process = subprocess.Popen(
@@ -71,7 +69,6 @@ class Peer:
         )
 
     def ask(self, **request: object) -> Figures:
-        """One line there and back."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -80,12 +77,10 @@ class Peer:
         return answer
 
     def close(self) -> None:
-        """Closes the engine."""
         self._process.communicate()
 
 
 def runners(arguments: argparse.Namespace) -> dict[str, ModelRunner]:
-    """An engine a format."""
     common: dict[str, Any] = {"device": "cpu", "speculation": False, "max_sequences": 8, "max_context": 1024}
     plain = EngineSettings(model=arguments.folder, threads=arguments.threads, **common)
     made = {
@@ -100,7 +95,7 @@ def _fields(settings: EngineSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
-def peer_files(peer: Peer, gguf: str, work: Path) -> dict[str, str]:
+def peer_files(peer: LlamaCppPeer, gguf: str, work: Path) -> dict[str, str]:
     """Returns the peer's files by format, and makes those that are missing."""
     found = {"4 bits": gguf}
     for name, kind in (("16 bits", "BF16"), ("8 bits", "Q8_0")):
@@ -111,8 +106,7 @@ def peer_files(peer: Peer, gguf: str, work: Path) -> dict[str, str]:
     return found
 
 
-def arms(arguments: argparse.Namespace, peer: Peer | None) -> dict[Key, Arm]:
-    """What takes turns, side by side what is compared."""
+def arms(arguments: argparse.Namespace, peer: LlamaCppPeer | None) -> dict[Key, Arm]:
     made = runners(arguments)
     theirs = {} if peer is None else peer_files(peer, arguments.gguf, Path(arguments.work))
     found: dict[Key, Arm] = {}
@@ -158,7 +152,6 @@ def report(rounds: dict[Key, list[Figures]], arguments: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--gguf", required=True)
     parser.add_argument("--folder", required=True)
@@ -168,9 +161,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="prompt tokens")
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of each engine")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, help="begin no round after so many")
+    parser.add_argument("--seconds", type=float, help="begin no round after this time")
     arguments = parser.parse_args()
-    peer = Peer(arguments.peer) if arguments.peer else None
+    peer = LlamaCppPeer(arguments.peer) if arguments.peer else None
     found = arms(arguments, peer)
     began = time.monotonic()
     rounds: dict[Key, list[Figures]] = {key: [] for key in found}

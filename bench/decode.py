@@ -1,5 +1,5 @@
-"""One stream of one model: tokens a second, time a token, time to the first token, start and memory; in the engine's
-own loop and, with --grpc, through a server on loopback as well.
+"""Measures one stream of one model: tokens a second, time a token, time to the first token, start and memory; in the
+engine's own loop and, with --grpc, through a server on loopback as well.
 
     python -m bench.decode --model bench/models/qwen3-0.6b --load-format dummy --context 128 1024 8192 --tokens 512
 
@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 import torch
 
-from bench.pace import Answer, asked, figures, first_tokens, planner
+from bench.pace import PacedAnswer, asked, figures, first_tokens, planner
 from bench.result import Result, Samples, device, finish, gpu_bytes
 from engine.api import GREEDY, ModelInfo, SamplingParams
 from engine.execution.runner import ModelRunner
@@ -34,23 +34,23 @@ from engine.worker.build import make_runner, prepare
 
 BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.07}  # TB/s, one kernel over 880 MB
 FIRST_PROMPT = 128  # tokens
-Generate = Callable[[Sequence[int], int], Answer]  # prompt and tokens → answer
+Generate = Callable[[Sequence[int], int], PacedAnswer]  # prompt and tokens → answer
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a token must read."""
+    """Bytes that a token must read."""
 
     weights: int  # bytes, once a token
     held: int  # bytes of keys and values, once a token of context
 
     def bytes_at(self, context: float) -> int:
-        """With so many tokens before it."""
+        """Returns the bytes with `context` tokens before it."""
         return self.weights + int(self.held * context)
 
 
 class EngineArm:
-    """The engine's loop without its socket: plan, run, commit."""
+    """Runs the engine's loop without its socket: plan, run, commit."""
 
     def __init__(self, settings: EngineSettings, sampling: SamplingParams) -> None:
         began = time.monotonic()
@@ -65,11 +65,10 @@ class EngineArm:
         self._sampling = sampling
         self._asked = 0
 
-    def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """One answer."""
+    def ask(self, prompt: Sequence[int], tokens: int) -> PacedAnswer:
         scheduler = planner(self.runner, PagePool(self.runner.info.total_pages))
         self._asked += 1
-        answer, cpu = Answer(time.monotonic()), 0.0
+        answer, cpu = PacedAnswer(time.monotonic()), 0.0
         scheduler.admit(asked(self._asked, tuple(prompt), tokens, self._sampling))
         while (plan := scheduler.plan(0.0)) is not None:
             events = scheduler.commit(plan, self.runner.run(plan), 0.0)
@@ -83,7 +82,6 @@ class EngineArm:
         return answer
 
     def close(self) -> None:
-        """Gives the memory back."""
         self.runner.close()
         del self.runner
         gc.collect()
@@ -92,17 +90,15 @@ class EngineArm:
 
 
 def _silent(stage: str, done: int, total: int) -> None:
-    """Nobody watches."""
+    pass
 
 
 def prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Random ids, the same in every arm."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
 
 
 def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[str, Any]:
-    """All contexts, then first tokens."""
     rows: dict[int, dict[str, Any]] = {}
     for context in given.context:
         warm, *others = prompts(given.rounds + 1, context, vocabulary)
@@ -115,7 +111,6 @@ def measure(ask: Generate, given: argparse.Namespace, vocabulary: int) -> dict[s
 
 
 def engine_settings(given: argparse.Namespace) -> EngineSettings:
-    """One sequence, as long as the longest answer asked for."""
     return EngineSettings(
         model=given.model,
         device=given.device,
@@ -132,7 +127,7 @@ def engine_settings(given: argparse.Namespace) -> EngineSettings:
 
 
 def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, Any]:
-    """The engine's own figures, each with its share of the roofline where the GPU's bandwidth is known."""
+    """Measures the engine itself, each figure with its share of the roofline where the GPU's bandwidth is known."""
     before = gpu_bytes()
     arm = EngineArm(engine_settings(given), sampling)
     info, reading = arm.runner.info, arm.reading
@@ -153,13 +148,12 @@ def in_engine(given: argparse.Namespace, sampling: SamplingParams) -> dict[str, 
 
 
 def cuda_of(info: ModelInfo) -> bool:
-    """Whether the model is on a GPU."""
     return info.device.startswith("cuda")
 
 
 def read_rate() -> float:
-    """TB/s that all threads reach who read 256 MiB of this machine's memory: the best of five. Weights that fit into
-    the processor's caches can be read faster."""
+    """Measures TB/s of all threads together that read 256 MiB of this machine's memory: the best of five. Weights that
+    fit into the processor's caches can be read faster."""
     block, best = torch.ones(1 << 26), 0.0
     for _ in range(5):
         began = time.perf_counter()
@@ -169,7 +163,8 @@ def read_rate() -> float:
 
 
 def _driver_bytes(before: int | None) -> int | None:
-    """What the driver counts of this process, code and all; where it counts none apart, how much more than before."""
+    """Returns the driver's count of this process's bytes, code and all; where it counts none apart, how much more than
+    before."""
     own, whole = gpu_bytes(os.getpid()), gpu_bytes()
     if own is not None or before is None or whole is None:
         return own
@@ -177,7 +172,6 @@ def _driver_bytes(before: int | None) -> int | None:
 
 
 def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary: int) -> dict[str, Any]:
-    """The same through a stream."""
     from bench import own_server  # what a server needs beside torch may not be there
 
     flags = [f"--{name.replace('_', '-')}={getattr(given, name)}" for name in ("device", "dtype", "decoder")]
@@ -194,7 +188,6 @@ def through_grpc(given: argparse.Namespace, sampling: SamplingParams, vocabulary
 
 
 def at_target(given: argparse.Namespace) -> Result:
-    """The streams of a server that runs."""
     from bench import own_server
 
     model = own_server.served_model(given.target, given.token)
@@ -212,7 +205,6 @@ def at_target(given: argparse.Namespace) -> Result:
 
 
 def show(name: str, found: dict[str, Any]) -> None:
-    """One arm's table."""
     print(f"{name:>9} {'context':>8} {'tok/s':>9} {'p50 µs':>9} {'p95':>9} {'p99':>9} {'CPU':>6} {'roofline':>9}")
     for context, row in found["contexts"].items():
         times = " ".join(f"{row[key]:9.1f}" for key in ("tokens_per_second", "us_p50", "us_p95", "us_p99"))
@@ -223,7 +215,7 @@ def show(name: str, found: dict[str, Any]) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for; `longest` is the context that takes the longest prompt and its answer."""
+    """Parses flags; `longest` is the context that takes the longest prompt and its answer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", help="a folder; with --load-format dummy its config.json suffices")
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; nothing is measured but its streams")
@@ -258,7 +250,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints the tables."""
     given = arguments(argv)
     if given.target is not None:
         return at_target(given)
@@ -297,7 +288,6 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     return finish(command(argv))
 
 

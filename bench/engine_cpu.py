@@ -1,4 +1,4 @@
-"""Decode on a CPU against transformers' generate(), in turns, greedy, in one process: a table, and one JSON line.
+"""Compares decode on a CPU with transformers' generate(), in turns, greedy, in one process: a table, and one JSON line.
 
     python -m bench.engine_cpu --model models/demo --rounds 7
 
@@ -32,7 +32,7 @@ from engine.kv.page_pool import PagePool
 from engine.settings import EngineSettings
 from engine.worker.build import build
 
-STREAMS = (1, 8, 16, 64)  # at once; as many as the engine takes unless it is told otherwise
+STREAMS = (1, 8, 16, 64)  # at once; as many as the engine takes unless set otherwise
 Arm = Callable[[], float]  # one turn → tokens per second
 
 
@@ -43,15 +43,13 @@ class Clock(BaseStreamer):
         self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """One token."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing to flush."""
+        pass
 
 
 def theirs(model: Any, prompt: list[int], tokens: int) -> float:
-    """transformers, one stream."""
     clock = Clock()
     with torch.inference_mode():
         model.generate(
@@ -68,7 +66,7 @@ def theirs(model: Any, prompt: list[int], tokens: int) -> float:
 
 
 def ours(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> float:
-    """The engine's own loop without its socket: plan, run, commit; from where all streams decode."""
+    """Times the engine's own loop without its socket from where all streams decode: plan, run, commit."""
     scheduler = planner(runner, PagePool(runner.info.total_pages))
     for key, prompt in enumerate(prompts):
         scheduler.admit(asked(key, tuple(prompt), tokens))
@@ -83,7 +81,6 @@ def ours(runner: ModelRunner, prompts: list[list[int]], tokens: int) -> float:
 
 
 def arms(arguments: argparse.Namespace) -> dict[str, Arm]:
-    """What takes turns."""
     tokens = arguments.tokens
     cores = torch.get_num_threads()
     settings = EngineSettings(model=arguments.model, device="cpu", threads=arguments.threads)
@@ -106,8 +103,6 @@ def arms(arguments: argparse.Namespace) -> dict[str, Arm]:
 
 
 def with_threads(threads: int, turn: Arm) -> Arm:
-    """The turn with so many threads in torch."""
-
     def run() -> float:
         torch.set_num_threads(threads)
         return turn()
@@ -116,7 +111,7 @@ def with_threads(threads: int, turn: Arm) -> Arm:
 
 
 def measure(found: dict[str, Arm], rounds: int) -> dict[str, list[float]]:
-    """One turn each to warm up, then `rounds` turns each, interleaved."""
+    """Runs each arm once to warm up, then `rounds` times each, interleaved."""
     rates: dict[str, list[float]] = {name: [] for name in found}
     for turn in range(rounds + 1):
         for name, arm in found.items():
@@ -158,7 +153,6 @@ def report(rates: dict[str, list[float]], arguments: argparse.Namespace) -> dict
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens a stream and turn")
@@ -177,7 +171,6 @@ PEER = "bfloat16"
 
 
 def scaled(hidden: int) -> dict[str, Any]:
-    """The demo model's config, wider."""
     config: dict[str, Any] = json.loads(DEMO.read_text())
     times = hidden // config["hidden_size"]
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -186,7 +179,6 @@ def scaled(hidden: int) -> dict[str, Any]:
 
 
 def settings_of(folder: Path, hidden: int, threads: int) -> dict[str, EngineSettings]:
-    """One engine a form."""
     config = scaled(hidden)
     for name, section in (("plain", None), ("awq", AWQ)):
         (folder / name).mkdir()
@@ -213,7 +205,7 @@ def settings_of(folder: Path, hidden: int, threads: int) -> dict[str, EngineSett
 
 
 def quantized_arms(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, Arm], dict[str, int]]:
-    """What takes turns, and the bytes of its weights."""
+    """Returns the arms, and the bytes of their weights."""
     found: dict[str, Arm] = {}
     sizes: dict[str, int] = {}
     for name, settings in settings_of(folder, arguments.hidden, arguments.threads).items():
@@ -266,7 +258,6 @@ def quantized_report(
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags."""
     parser = argparse.ArgumentParser(description=summary(quantized_main))
     parser.add_argument("--hidden", type=int, default=2048, help="a multiple of the demo model's")
     parser.add_argument("--tokens", type=int, default=16, help="new tokens a turn")
@@ -277,8 +268,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def quantized_main() -> None:
-    """Decode on a CPU by the form of the weights, in turns, greedy, one stream, in one process: a table, and one JSON
-    line.
+    """Compares decode on a CPU by the form of the weights, in turns, greedy, one stream, in one process: a table, and
+    one JSON line.
 
         python -m bench.engine_cpu quantized --hidden 2048 --rounds 7
 

@@ -45,8 +45,6 @@ Metadata = tuple[tuple[str | bytes, str | bytes], ...]
 
 
 class Rogue:
-    """One connection. What the server says is thrown away."""
-
     def __init__(self, address: str, path: str | bytes = GENERATE, metadata: Metadata = ()) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), _SLOW)
@@ -73,7 +71,8 @@ class Rogue:
         self._drainer.start()
 
     def call(self, body: bytes = b"", *, reset: bool = False, ended: bool = False) -> bytes:
-        """The frames of one more call: its headers, some bytes that do not end it unless `ended`, and a reset."""
+        """Returns the frames of a further call: its headers, some bytes that do not end it unless `ended`, and a
+        reset."""
         stream = 2 * self.calls + 1
         frames = [frame(HEADERS, END_HEADERS, stream, self._again if self.calls else self._first)]
         frames += [frame(DATA, 0, stream, body[at : at + _FRAME]) for at in range(0, len(body), _FRAME)]
@@ -91,14 +90,13 @@ class Rogue:
                 pass
 
     def finish(self) -> None:
-        """Sends no more, and waits until the server has nothing more to say."""
+        """Sends no more, and waits until the server is silent."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self._drainer.join(20)
         self.socket.close()
 
     def close(self) -> None:
-        """Hangs up."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
@@ -140,13 +138,13 @@ def flood(
 
 
 def cut_message(size: int, declared: int = 4_000_000) -> bytes:
-    """The first `size` bytes of a message that is said to be `declared` long."""
+    """Returns the first `size` bytes of a message whose declared length is `declared`."""
     return b"\0" + struct.pack(">I", declared) + b"\x1a" + b"x" * (size - 6)
 
 
 @contextlib.contextmanager
 def silent(address: str, count: int) -> Iterator[int]:
-    """Connections that say nothing; how many were had."""
+    """Opens silent connections; yields how many were accepted."""
     host, _, port = address.rpartition(":")
     sockets = []
     try:
@@ -160,7 +158,7 @@ def silent(address: str, count: int) -> Iterator[int]:
 
 
 def crowded(number: int, entry: bytes, size: int) -> bytes:
-    """A field that has a length, of about `size` bytes, full of the same entry."""
+    """Returns a field that has a length, of about `size` bytes, full of the same entry."""
     content = entry * (size // len(entry))
     left, prefix = len(content), bytearray([number << 3 | 2])
     while left >= 0x80:
@@ -177,16 +175,18 @@ _CONNECT = 2.0  # seconds to connect
 _POLL = 0.005  # seconds between polls
 
 
-class Strangers:
+class IdleConnections:
     """Holds `count` idle connections to one port, from a thread, for the length of a `with` block."""
 
-    def __init__(self, address: str, count: int, said: bytes, *, tls: bool = False, source: str = "127.0.0.1") -> None:
-        """Sends `said` on each connection and then nothing more. With `tls`, each connection completes a TLS handshake
-        first. `source` is the local address that the connections come from."""
+    def __init__(
+        self, address: str, count: int, output: bytes, *, tls: bool = False, source: str = "127.0.0.1"
+    ) -> None:
+        """Sends `output` on each connection and then nothing more. With `tls`, each connection completes a TLS
+        handshake first. `source` is the local address that the connections come from."""
         host, _, port = address.rpartition(":")
         self._to = host, int(port)
         self._count = count
-        self._said = said
+        self._first_bytes = output
         self._source = source
         self._tls = _trusting() if tls else None
         self._sockets: dict[int, socket.socket] = {}
@@ -195,7 +195,7 @@ class Strangers:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.opened = 0  # connections since the start, reopened ones included
 
-    def __enter__(self) -> Strangers:
+    def __enter__(self) -> IdleConnections:
         self._thread.start()
         return self
 
@@ -225,7 +225,7 @@ class Strangers:
             one = socket.create_connection(self._to, _CONNECT, (self._source, 0))
             if self._tls is not None:
                 one = self._tls.wrap_socket(one)
-            one.sendall(self._said)
+            one.sendall(self._first_bytes)
         except OSError:
             return
         one.setblocking(False)
@@ -265,11 +265,11 @@ def rss(pid: int) -> int:
 
 
 def addresses(log: Path, process: subprocess.Popen[bytes]) -> dict[str, str]:
-    """Of a server's four ports, once it says that it is ready."""
+    """Returns the addresses of a server's four ports, once its log reports readiness."""
     while process.poll() is None:
-        said = log.read_text()
-        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", said, re.MULTILINE)
-        metrics = re.search(r" metrics http://(\S+)/metrics$", said, re.MULTILINE)
+        output = log.read_text()
+        ready = re.search(r"^ready: data (\S+) admin (\S+) health (\S+)", output, re.MULTILINE)
+        metrics = re.search(r" metrics http://(\S+)/metrics$", output, re.MULTILINE)
         if ready and metrics:
             return {"data": ready[1], "admin": ready[2], "health": ready[3], "metrics": metrics[1]}
         time.sleep(_EVERY)

@@ -1,4 +1,4 @@
-"""What the front costs: messages and tokens a second with an engine that is faster than it, and the time from an engine
+"""Measures the front: messages and tokens a second with an engine that is faster than it, and the time from an engine
 event to the client's bytes. Prints a table and ends in one JSON line.
 
 Everything runs on this machine: the client, the front and the fake engine are three processes that share its cores.
@@ -28,7 +28,7 @@ import grpc
 
 from bench import own_server
 from bench import result as about
-from bench.grpc_frames import FrameClient, Stream
+from bench.grpc_frames import FrameClient, ReceivedStream
 from bench.own_server import cpu_seconds
 from bench.result import run_one_of
 from engine.fake.stamps import MODULUS, stamp
@@ -40,15 +40,14 @@ UNARY = "/whippet.v1.GenerationService/Generate"
 
 @contextmanager
 def server(*flags: str, caches: bool = False) -> Iterator[tuple[str, int]]:
-    """A server with the fake engine, with the caches that are the default or without any. Gives its data address and
-    its process id."""
+    """Runs a server with the fake engine, with the default caches or none. Yields its data address and its process
+    id."""
     uncached = () if caches else ("--optimizations.response-cache=false", "--cache.semantic.mode=off")
     with own_server.server(["--engine=fake", *uncached, *flags]) as running:
         yield running.address, running.pid
 
 
 def request(tokens: int, per_message: int | None = 1, logprobs: int | None = None, number: int = 0) -> bytes:
-    """A streamed answer of exactly so many tokens."""
     message = pb.GenerateStreamRequest(text=f"bench {number}")
     message.stopping.max_tokens = tokens
     if per_message is not None:
@@ -61,7 +60,8 @@ def request(tokens: int, per_message: int | None = 1, logprobs: int | None = Non
 def throughput(
     address: str, pid: int, streams: int, tokens: int, per_message: int | None, first: int = 0
 ) -> dict[str, float]:
-    """All streams at once, from the first request to the last message. `first` is the number of the first prompt."""
+    """Runs all streams at once, from the first request to the last message. `first` is the number of the first
+    prompt."""
     client = FrameClient(address, time.monotonic)
     started, cpu = time.monotonic(), cpu_seconds(pid)
     for number in range(first, first + streams):
@@ -83,10 +83,10 @@ def throughput(
 
 
 def latency(address: str, tokens: int) -> list[float]:
-    """Milliseconds from the end of an engine step to the client's bytes, one stream, one token a message."""
+    """Measures milliseconds from the end of an engine step to the client's bytes, one stream, one token a message."""
     found: list[float] = []
 
-    def on_message(stream: Stream, data: bytes) -> None:
+    def on_message(stream: ReceivedStream, data: bytes) -> None:
         now = stamp()
         for token in pb.GenerateStreamResponse.FromString(data).logprobs:
             found.append((now - token.top[0].token_id) % MODULUS / 1000)
@@ -100,7 +100,7 @@ def latency(address: str, tokens: int) -> list[float]:
 
 
 def unary(address: str, count: int) -> list[float]:
-    """Milliseconds for a whole answer of one token, one after the other on one connection."""
+    """Measures milliseconds for a whole answer of one token, one after the other on one connection."""
     client = FrameClient(address, time.monotonic)
     message = pb.GenerateRequest(text="bench")
     message.stopping.max_tokens = 1
@@ -116,7 +116,7 @@ def unary(address: str, count: int) -> list[float]:
 
 
 def first_message(address: str, count: int) -> list[float]:
-    """Milliseconds from the request to the first streamed message."""
+    """Measures milliseconds from the request to the first streamed message."""
     client = FrameClient(address, time.monotonic)
     found = []
     for number in range(count):
@@ -130,7 +130,7 @@ def first_message(address: str, count: int) -> list[float]:
 
 
 def together(address: str, streams: int, tokens: int) -> float:
-    """Seconds that so many streams take that start at once."""
+    """Measures seconds of `streams` streams that start at once."""
     client = FrameClient(address, time.monotonic)
     started = time.monotonic()
     for number in range(streams):
@@ -142,7 +142,7 @@ def together(address: str, streams: int, tokens: int) -> float:
 
 
 def neighbours(address: str, rounds: int) -> dict[str, float]:
-    """Eight streams of 200 tokens, alone and beside eight readers that never read, in turn."""
+    """Measures eight streams of 200 tokens, alone and beside eight readers that never read, in turn."""
     alone, beside = [], []
     for _ in range(rounds):
         alone.append(together(address, 8, 200))
@@ -158,7 +158,6 @@ def neighbours(address: str, rounds: int) -> dict[str, float]:
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
-    """Median and tail."""
     ordered = sorted(values)
     return {"p50": statistics.median(ordered), "p99": ordered[int(len(ordered) * 0.99)]}
 
@@ -182,8 +181,8 @@ def paths(rounds: int, keep: Keep) -> None:
 
 
 def crowd(rounds: int, keep: Keep) -> None:
-    """256 streams: at the pace of an engine that makes 40,000 tokens a second, and as fast as the fake engine goes.
-    What arrives while the front is busy goes into one message, so that a front that is late sends fewer of them."""
+    """Measures 256 streams: at the pace of an engine that makes 40,000 tokens a second, and as fast as the fake engine
+    goes. Tokens that arrive while the front is busy share a message, so that a late front sends fewer of them."""
     wide = ("--scheduler.max-sequences=256", "--fake.total-pages=20000", "--limits.connection-calls=256")
     for name, pace in (("paced", ("--fake.step-time=0.0055",)), ("as fast as it goes", ())):
         with server(*wide, *pace) as (address, pid):
@@ -194,7 +193,7 @@ def crowd(rounds: int, keep: Keep) -> None:
 
 
 def best() -> tuple[dict[str, dict[str, float]], Keep]:
-    """Figures by name, and what to give them to: the machine is not ours alone, so the best of several counts."""
+    """Returns figures by name, and a function that keeps each one's best, since the machine is shared."""
     result: dict[str, dict[str, float]] = {}
 
     def keep(name: str, found: dict[str, float]) -> None:
@@ -206,7 +205,6 @@ def best() -> tuple[dict[str, dict[str, float]], Keep]:
 
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """Everything, kinds interleaved."""
     result, keep = best()
     paths(rounds, keep)
     with server(*WIDE, "--fake.tokens-per-step=8") as (address, pid):
@@ -228,7 +226,6 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--crowd", action="store_true", help="only 256 streams at once")
@@ -252,7 +249,6 @@ SHARES = (None, 0.01, 1.0)  # None: traces are off
 
 
 def collector() -> tuple[grpc.Server, str]:
-    """Starts a trace collector that accepts everything."""
     handler = grpc.unary_unary_rpc_method_handler(lambda data, context: b"")
     taking = grpc.server(ThreadPoolExecutor(1))
     taking.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_EXPORT, {"Export": handler}),))
@@ -262,7 +258,7 @@ def collector() -> tuple[grpc.Server, str]:
 
 
 def calls(address: str, pid: int, count: int) -> float:
-    """Microseconds of the front's processor time for each of so many calls, 32 at once."""
+    """Measures microseconds of the front's processor time per call, 32 at once."""
     client = FrameClient(address, time.monotonic)
     message = pb.GenerateRequest(text="bench")
     message.stopping.max_tokens = 1
@@ -296,9 +292,8 @@ def traces_measure(rounds: int, count: int) -> dict[str, list[float]]:
 
 
 def traces_main() -> None:
-    """What traces cost the front: processor time of a call with none, one in a hundred and all of them traced, in turn
-    on three servers. The collector is one of ours, which takes what it is sent and keeps nothing. Ends in one JSON
-    line.
+    """Measures what traces cost the front: processor time of a call with none, one in a hundred and all of them traced,
+    in turn on three servers. Our collector accepts what it is sent and keeps nothing. Ends in one JSON line.
 
     A call is unary and of one token: the shortest there is, so that what a trace costs shows most.
     """
@@ -321,9 +316,7 @@ _DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What is asked of a front at a time."""
-
+class FrontLoad:
     streams: int
     message: int  # tokens in one
     step: int  # tokens of a stream in a step of the engine
@@ -339,9 +332,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What one front did in one turn."""
-
+class FrontTurn:
     token: float  # µs of processor time
     message: float
     rate: float  # messages a second
@@ -350,20 +341,21 @@ class Turn:
 
 # A pace leaves the front idle for half of the time.
 PACED = tuple(
-    Shape(streams, message, step, pace)
+    FrontLoad(streams, message, step, pace)
     for streams, paces in ((1, (0.0006, 0.0006)), (16, (0.002, 0.003)), (64, (0.008, 0.01)))
     for (message, step), pace in zip(((1, 1), (8, 8)), paces, strict=True)
 )
-FAST = tuple(Shape(streams, *sizes, 0.0) for streams in (1, 16, 64) for sizes in ((1, 1), (8, 1), (8, 8)))
+FAST = tuple(FrontLoad(streams, *sizes, 0.0) for streams in (1, 16, 64) for sizes in ((1, 1), (8, 1), (8, 8)))
 
 
 def processor_seconds(pid: int) -> float:
-    """Of a process so far, all of its threads: the kernel's clock for it, in nanoseconds."""
+    """Returns a process's seconds so far, all of its threads: the kernel's clock for it, in nanoseconds."""
     return time.clock_gettime(~pid << 3 | 2)
 
 
-def turn(server: own_server.Server, shape: Shape, tokens: int) -> Turn:
-    """All streams at once. Counted is from when each has begun until one ends: no call is opened or ended meanwhile."""
+def turn(server: own_server.RunningServer, shape: FrontLoad, tokens: int) -> FrontTurn:
+    """Runs all streams at once. Counted from when each has begun until one ends: no call is opened or ended
+    meanwhile."""
     with FrameClient(server.address, time.monotonic) as client:
         streams = [client.streams[client.start(STREAM, request(tokens, shape.message))] for _ in range(shape.streams)]
         while any(not stream.messages for stream in streams) and client.read():
@@ -378,19 +370,19 @@ def turn(server: own_server.Server, shape: Shape, tokens: int) -> Turn:
         if any(stream.status != 0 for stream in streams):
             raise RuntimeError("a stream did not end well")
         size = shape.streams * tokens / client.messages
-        return Turn(used / messages / size * 1e6, used / messages * 1e6, messages / took, size)
+        return FrontTurn(used / messages / size * 1e6, used / messages * 1e6, messages / took, size)
 
 
-def tokens_for(server: own_server.Server, shape: Shape, seconds: float) -> int:
-    """A stream's length that takes about so long."""
+def tokens_for(server: own_server.RunningServer, shape: FrontLoad, seconds: float) -> int:
+    """Returns a stream's length that takes about `seconds`."""
     if shape.pace:
         return int(seconds / shape.pace) * shape.step
     trial = turn(server, shape, 1000 * shape.message)
     return max(1000 * shape.message, int(seconds * trial.rate * trial.size / shape.streams))
 
 
-def pairs(before: Path, shape: Shape, count: int, seconds: float) -> list[tuple[Turn, Turn]]:
-    """The other tree's turn and this one's, of a fresh server each."""
+def pairs(before: Path, shape: FrontLoad, count: int, seconds: float) -> list[tuple[FrontTurn, FrontTurn]]:
+    """Measures the other tree's turn and this one's, of a fresh server each."""
     found = []
     with contextlib.ExitStack() as stack:
         order = [("before", before), ("now", about.ROOT)]
@@ -407,12 +399,12 @@ def pairs(before: Path, shape: Shape, count: int, seconds: float) -> list[tuple[
 
 
 def by_median(ratios: Sequence[float]) -> tuple[float, float]:
-    """The median, and the standard deviation of medians of as many drawn from them."""
+    """Returns the median, and the standard deviation of medians of as many drawn from them."""
     drawn = [statistics.median(random.choices(ratios, k=len(ratios))) for _ in range(_DRAWS)]
     return statistics.median(ratios), statistics.pstdev(drawn)
 
 
-def summary(found: Sequence[tuple[Turn, Turn]]) -> dict[str, float]:
+def summary(found: Sequence[tuple[FrontTurn, FrontTurn]]) -> dict[str, float]:
     """Ratios with how sure they are, and this tree's own figures."""
     token, token_error = by_median([before.token / after.token for before, after in found])
     message, message_error = by_median([before.message / after.message for before, after in found])
@@ -441,8 +433,9 @@ def line(name: str, figures: dict[str, float]) -> str:
 
 
 def two_fronts_main() -> None:
-    """The front of this tree beside another tree's, for changes of a per cent: processor time a token and a message
-    with an engine of a certain pace, and rates with one as fast as it goes. Prints a table and ends in one JSON line.
+    """Compares the front of this tree with another tree's, for changes of a per cent: processor time a token and a
+    message with an engine of a certain pace, and rates with one as fast as it goes. Prints a table and ends in one JSON
+    line.
 
         git worktree add ../before COMMIT && python -m bench.front two_fronts ../before
 
@@ -465,7 +458,7 @@ def two_fronts_main() -> None:
     kinds = {"paced": PACED, "fast": FAST}
     shapes = [shape for kind in ([options.only] if options.only else kinds) for shape in kinds[kind]]
     shapes = [shape for shape in shapes if options.streams in (None, shape.streams)]
-    found: dict[str, list[tuple[Turn, Turn]]] = {shape.name: [] for shape in shapes}
+    found: dict[str, list[tuple[FrontTurn, FrontTurn]]] = {shape.name: [] for shape in shapes}
     for _ in range(options.rounds):
         for shape in shapes:
             found[shape.name] += pairs(options.before.resolve(), shape, options.pairs, options.seconds)

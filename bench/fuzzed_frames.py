@@ -1,5 +1,5 @@
-"""HTTP/2 as nobody should speak it, seeded and bounded: frames of any type, length and flags, floods of those that cost
-their receiver something, header blocks that are none, and valid calls with bytes changed.
+"""Sends malformed HTTP/2, seeded and bounded: frames of any type, length and flags, floods of those that cost their
+receiver something, invalid header blocks, and valid calls with bytes changed.
 
     python -m bench.fuzzed_frames ADDRESS [--seconds 60] [--seed N] [--tls]
 
@@ -56,7 +56,7 @@ Conversation = Callable[[Random], bytes]
 
 @functools.cache
 def headers(path: str = GENERATE) -> bytes:
-    """The header block of a call; for a connection without a table."""
+    """Returns the header block of a call; for a connection without a table."""
     block = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -69,101 +69,100 @@ def headers(path: str = GENERATE) -> bytes:
 
 
 def literal(name: bytes, value: bytes, *, kept: bool = False) -> bytes:
-    """One more header, kept in the table or not."""
+    """Returns a further header, kept in the table or not."""
     return (b"\x40" if kept else b"\x00") + _length(len(name)) + name + _length(len(value)) + value
 
 
 def _length(number: int) -> bytes:
     if number < 127:
         return bytes([number])
-    said, number = bytearray([127]), number - 127
+    frames, number = bytearray([127]), number - 127
     while number >= 128:
-        said.append(number & 127 | 128)
+        frames.append(number & 127 | 128)
         number >>= 7
-    return bytes([*said, number])
+    return bytes([*frames, number])
 
 
 def opened(stream: int, path: str = GENERATE) -> bytes:
-    """A call that has begun."""
     return frame(HEADERS, END_HEADERS, stream, headers(path))
 
 
 def message(rng: Random) -> bytes:
-    """A gRPC message, of which its length and compression may say anything."""
+    """Makes a gRPC message with arbitrary length and compression fields."""
     body = rng.randbytes(rng.randrange(200))
-    said = rng.choice([len(body), 0, len(body) + 1, _LARGEST, 2 * _LARGEST + 1])
-    return struct.pack(">BI", rng.choice([0, 0, 0, 1, 255]), said) + body
+    frames = rng.choice([len(body), 0, len(body) + 1, _LARGEST, 2 * _LARGEST + 1])
+    return struct.pack(">BI", rng.choice([0, 0, 0, 1, 255]), frames) + body
 
 
 def any_frames(rng: Random) -> bytes:
-    """Of any type, on any stream, with any flags; some say they are longer or shorter than they are."""
-    said = _HELLO
+    """Makes frames of any type, on any stream, with any flags; some declare a wrong length."""
+    frames = _HELLO
     for _ in range(rng.randrange(1, 60)):
         payload = rng.randbytes(rng.choice([0, 1, 4, 5, 6, 8, 9, rng.randrange(300), 16_384]))
         stream = rng.choice([0, 1, 1, 3, 5, 2, _LARGEST, rng.getrandbits(32)])
         whole = frame(rng.choice([*range(10), rng.randrange(256)]), rng.getrandbits(8), stream, payload)
         if rng.random() < 0.1:
             whole = struct.pack(">I", rng.getrandbits(24))[1:] + whole[3:]
-        said += whole
-    return said
+        frames += whole
+    return frames
 
 
 def padded(rng: Random) -> bytes:
-    """Padding up to and beyond the frame."""
-    said = _HELLO
+    frames = _HELLO
     for at in range(20):
         block = headers()
         pad = rng.choice([0, 1, 255, len(block), rng.randrange(256)])
-        said += frame(HEADERS, END_HEADERS | PADDED, 2 * at + 1, bytes([pad]) + block + bytes(rng.choice([pad, 0])))
-        said += frame(DATA, PADDED, 2 * at + 1, bytes([rng.randrange(256)]) + bytes(rng.randrange(300)))
-    return said
+        frames += frame(HEADERS, END_HEADERS | PADDED, 2 * at + 1, bytes([pad]) + block + bytes(rng.choice([pad, 0])))
+        frames += frame(DATA, PADDED, 2 * at + 1, bytes([rng.randrange(256)]) + bytes(rng.randrange(300)))
+    return frames
 
 
 def continuations(rng: Random) -> bytes:
-    """Header blocks without an end: of empty frames, of small ones, of large ones, or broken off by another frame."""
+    """Makes header blocks without an end: of empty frames, of small ones, of large ones, or broken off by another
+    frame."""
     size = rng.choice([0, 1, 100, 16_384])
     count = min(20_000, MOST // (size + 9)) if rng.random() < 0.8 else rng.randrange(5)
-    said = _HELLO + frame(HEADERS, 0, 1, headers())
-    said += b"".join(frame(CONTINUATION, 0, 1, rng.randbytes(size)) for _ in range(count - 1))
-    return said + rng.choice([b"", frame(PING, 0, 0, bytes(8)), frame(CONTINUATION, END_HEADERS, 3, b""), opened(3)])
+    frames = _HELLO + frame(HEADERS, 0, 1, headers())
+    frames += b"".join(frame(CONTINUATION, 0, 1, rng.randbytes(size)) for _ in range(count - 1))
+    return frames + rng.choice([b"", frame(PING, 0, 0, bytes(8)), frame(CONTINUATION, END_HEADERS, 3, b""), opened(3)])
 
 
 def settings(rng: Random) -> bytes:
-    """Any number, with any value; thousands of frames, acknowledgements of what nobody said among them."""
+    """Makes any number of settings, with any value; thousands of frames, unrequested acknowledgements among them."""
     known = [0, 1, 2, 3, 4, 5, 6, 8, 0xFE03, rng.getrandbits(16)]
     values = [0, 1, 16_383, 16_384, 65_535, 1 << 24, _LARGEST, 1 << 31, (1 << 32) - 1, rng.getrandbits(32)]
-    said = [_HELLO, opened(1)]
+    frames = [_HELLO, opened(1)]
     for _ in range(rng.choice([20, 5_000])):
         pairs = b"".join(struct.pack(">HI", rng.choice(known), rng.choice(values)) for _ in range(rng.randrange(4)))
-        said.append(frame(SETTINGS, rng.choice([0, 0, 0, ACK]), rng.choice([0] * 20 + [1]), pairs))
-    return b"".join(said) + frame(SETTINGS, 0, 0, b"short")
+        frames.append(frame(SETTINGS, rng.choice([0, 0, 0, ACK]), rng.choice([0] * 20 + [1]), pairs))
+    return b"".join(frames) + frame(SETTINGS, 0, 0, b"short")
 
 
 def harmless_settings(rng: Random) -> bytes:
-    """Each of which is to be acknowledged, and moves the window of every stream."""
-    said = [_HELLO, *(opened(2 * at + 1) for at in range(100))]
+    """Makes settings that must all be acknowledged, and each moves the window of every stream."""
+    frames = [_HELLO, *(opened(2 * at + 1) for at in range(100))]
     window = (struct.pack(">HI", 4, rng.choice([0, 1, 65_535, _LARGEST])) for _ in range(5_000))
-    return b"".join([*said, *(frame(SETTINGS, 0, 0, one) for one in window)])
+    return b"".join([*frames, *(frame(SETTINGS, 0, 0, one) for one in window)])
 
 
 def pings(rng: Random) -> bytes:
-    """Thousands, then one of another size."""
-    said = b"".join(frame(PING, 0, 0, rng.randbytes(8)) for _ in range(10_000))
-    return _HELLO + said + frame(PING, rng.choice([0, ACK]), 0, bytes(rng.randrange(20)))
+    frames = b"".join(frame(PING, 0, 0, rng.randbytes(8)) for _ in range(10_000))
+    return _HELLO + frames + frame(PING, rng.choice([0, ACK]), 0, bytes(rng.randrange(20)))
 
 
 def windows(rng: Random) -> bytes:
-    """Beyond the largest window, by nothing, and on streams that are not there."""
-    said = [_HELLO, opened(1)]
+    """Makes window updates beyond the largest window, by nothing, and on streams that do not exist."""
+    frames = [_HELLO, opened(1)]
     for _ in range(rng.choice([10, 10_000])):
         grow = rng.choice([0, 1, 1, 1, _LARGEST - 65_535, _LARGEST, 1 << 31])
-        said.append(frame(WINDOW_UPDATE, 0, rng.choice([0, 1, 1, 3]), struct.pack(">I", grow)))
-    return b"".join(said)
+        frames.append(frame(WINDOW_UPDATE, 0, rng.choice([0, 1, 1, 3]), struct.pack(">I", grow)))
+    return b"".join(frames)
 
 
 def header_blocks(rng: Random) -> bytes:
-    """That are none: any bytes, table sizes, integers and indices beyond all bounds, broken Huffman code."""
-    said = _HELLO
+    """Makes invalid header blocks: any bytes, table sizes, integers and indices beyond all bounds, broken Huffman
+    code."""
+    frames = _HELLO
     for at in range(rng.randrange(1, 20)):
         block = rng.choice(
             [
@@ -180,32 +179,32 @@ def header_blocks(rng: Random) -> bytes:
                 headers() + literal(rng.choice([b"grpc-encoding", b"content-length", b"x-bin"]), rng.randbytes(9)),
             ]
         )
-        said += frame(HEADERS, rng.choice([END_HEADERS, END_HEADERS | END_STREAM]), 2 * at + 1, block[:16_384])
-    return said
+        frames += frame(HEADERS, rng.choice([END_HEADERS, END_HEADERS | END_STREAM]), 2 * at + 1, block[:16_384])
+    return frames
 
 
 def header_bombs(rng: Random) -> bytes:
-    """One large entry of the table, named a thousand times in each block."""
-    said = _HELLO + frame(HEADERS, END_HEADERS, 1, headers() + literal(b"x", b"z" * 3_950, kept=True))
+    """Makes one large entry of the table, named a thousand times in each block."""
+    frames = _HELLO + frame(HEADERS, END_HEADERS, 1, headers() + literal(b"x", b"z" * 3_950, kept=True))
     for at in range(1, rng.choice([3, 14])):
-        said += frame(HEADERS, END_HEADERS, 2 * at + 1, headers() + b"\xbe" * 15_000)
-    return said
+        frames += frame(HEADERS, END_HEADERS, 2 * at + 1, headers() + b"\xbe" * 15_000)
+    return frames
 
 
 def resets(rng: Random) -> bytes:
-    """Calls that end as they begin, by either side's fault, and resets of what never was."""
-    said = [_HELLO]
+    """Makes calls that end as they begin, by either side's fault, and resets of streams that never existed."""
+    frames = [_HELLO]
     for at in range(1_500):
         stream = 2 * at + 1
-        said.append(opened(stream, rng.choice([GENERATE, HEALTH, REFLECTION, "/no/such"])))
+        frames.append(opened(stream, rng.choice([GENERATE, HEALTH, REFLECTION, "/no/such"])))
         wrong = frame(DATA, 0, stream, bytes(rng.randrange(3))) + frame(WINDOW_UPDATE, 0, stream, bytes(4))
         right = frame(RST_STREAM, 0, stream, struct.pack(">I", rng.choice([0, 8, rng.getrandbits(32)])))
-        said.append(rng.choice([right, right, wrong]))
-    return b"".join(said) + frame(RST_STREAM, 0, rng.choice([0, 9_999, 2]), bytes(rng.choice([3, 4])))
+        frames.append(rng.choice([right, right, wrong]))
+    return b"".join(frames) + frame(RST_STREAM, 0, rng.choice([0, 9_999, 2]), bytes(rng.choice([3, 4])))
 
 
 def streams(rng: Random) -> bytes:
-    """Ids that fall, repeat, are even, or leave none for those to come; more than may be."""
+    """Makes stream ids that fall, repeat, are even, or leave none for later ones; more than allowed."""
     ids = [1, 3, 3, 2, 1, 9, 7, _LARGEST, _LARGEST - 2, *(2 * at + 11 for at in range(600))]
     if rng.random() < 0.5:
         rng.shuffle(ids)
@@ -213,10 +212,11 @@ def streams(rng: Random) -> bytes:
 
 
 def servers_frames(rng: Random) -> bytes:
-    """What only servers say, or nobody: promises, GOAWAY, priorities that depend on themselves, and newer frames."""
-    said = _HELLO + opened(1)
+    """Makes frames that only servers may send, or no side: promises, GOAWAY, priorities that depend on themselves, and
+    newer frames."""
+    frames = _HELLO + opened(1)
     for _ in range(30):
-        said += rng.choice(
+        frames += rng.choice(
             [
                 frame(PUSH_PROMISE, END_HEADERS, 1, struct.pack(">I", 2) + headers()),
                 frame(GOAWAY, 0, 0, struct.pack(">II", rng.getrandbits(31), rng.getrandbits(32)) + rng.randbytes(50)),
@@ -225,11 +225,11 @@ def servers_frames(rng: Random) -> bytes:
                 frame(rng.choice([10, 12, 16]), 0, 0, rng.randbytes(40)),
             ]
         )
-    return said
+    return frames
 
 
 def other_protocols(rng: Random) -> bytes:
-    """No HTTP/2 at all, or nearly."""
+    """Makes bytes of other protocols, or nearly HTTP/2."""
     cut = rng.randrange(len(PREFACE))
     return rng.choice(
         [
@@ -245,41 +245,40 @@ def other_protocols(rng: Random) -> bytes:
 
 
 def messages(rng: Random) -> bytes:
-    """Calls in order, whose messages are not: lengths that lie, more than the window, trailers, data after the end."""
-    said = _HELLO
+    """Makes valid calls with invalid messages: wrong lengths, more than the window, trailers, data after the end."""
+    frames = _HELLO
     for at in range(rng.randrange(1, 30)):
         stream = 2 * at + 1
-        said += opened(stream, rng.choice([GENERATE, GENERATE + "Stream", HEALTH, REFLECTION]))
+        frames += opened(stream, rng.choice([GENERATE, GENERATE + "Stream", HEALTH, REFLECTION]))
         for _ in range(rng.randrange(4)):
-            said += frame(DATA, rng.choice([0, 0, END_STREAM]), stream, message(rng))
+            frames += frame(DATA, rng.choice([0, 0, END_STREAM]), stream, message(rng))
         if rng.random() < 0.1:
-            said += b"".join(frame(DATA, 0, stream, bytes(16_384)) for _ in range(8))
+            frames += b"".join(frame(DATA, 0, stream, bytes(16_384)) for _ in range(8))
         if rng.random() < 0.3:
-            said += frame(HEADERS, END_HEADERS | END_STREAM, stream, headers())
-    return said
+            frames += frame(HEADERS, END_HEADERS | END_STREAM, stream, headers())
+    return frames
 
 
 def changed(rng: Random) -> bytes:
-    """A call as it should be, with some bits turned, bytes left out or put in."""
+    """Makes a valid call with some bits turned, bytes left out or put in."""
     body = struct.pack(">BI", 0, 9) + b"\x1a\x01x\x2a\x04\x08\x02\x10\x01"
-    said = bytearray(_HELLO + b"".join(opened(s) + frame(DATA, END_STREAM, s, body) for s in (1, 3, 5)))
+    frames = bytearray(_HELLO + b"".join(opened(s) + frame(DATA, END_STREAM, s, body) for s in (1, 3, 5)))
     for _ in range(rng.randrange(1, 6)):
-        at = rng.randrange(len(PREFACE), len(said))
+        at = rng.randrange(len(PREFACE), len(frames))
         what = rng.randrange(3)
         if what == 0:
-            said[at] ^= 1 << rng.randrange(8)
+            frames[at] ^= 1 << rng.randrange(8)
         elif what == 1:
-            del said[at : at + rng.randrange(1, 9)]
+            del frames[at : at + rng.randrange(1, 9)]
         else:
-            said[at:at] = rng.randbytes(rng.randrange(1, 9))
-    return bytes(said)
+            frames[at:at] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(frames)
 
 
 def no_window(rng: Random) -> bytes:
-    """Calls whose answers may not be sent."""
     body = struct.pack(">BI", 0, 10) + b"\x1a\x01x\x2a\x05\x08\xc8\x01\x10\x01"
-    said = PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, rng.choice([0, 1, 20])))
-    return said + b"".join(
+    frames = PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, rng.choice([0, 1, 20])))
+    return frames + b"".join(
         opened(2 * at + 1, GENERATE + "Stream") + frame(DATA, END_STREAM, 2 * at + 1, body) for at in range(40)
     )
 
@@ -304,8 +303,8 @@ CONVERSATIONS: tuple[Conversation, ...] = (
 )
 
 
-def say(address: str, said: bytes, tls: bool) -> None:
-    """Says it on a connection of its own, listens until the server is silent, and hangs up."""
+def say(address: str, frames: bytes, tls: bool) -> None:
+    """Sends the frames on a connection of its own, reads until the server is silent, and hangs up."""
     host, _, port = address.rpartition(":")
     with contextlib.suppress(OSError):
         link = socket.create_connection((host, int(port)), 5.0)
@@ -314,7 +313,7 @@ def say(address: str, said: bytes, tls: bool) -> None:
         with link:
             link.settimeout(_PATIENCE)
             with contextlib.suppress(OSError):  # the server may hang up in the middle, or take no more
-                link.sendall(said)
+                link.sendall(frames)
             link.settimeout(_LISTEN)
             heard = 0
             while heard < 4 * MOST and (more := link.recv(1 << 16)):
@@ -322,7 +321,6 @@ def say(address: str, said: bytes, tls: bool) -> None:
 
 
 def _trusting() -> ssl.SSLContext:
-    """Whoever it is."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -331,7 +329,7 @@ def _trusting() -> ssl.SSLContext:
 
 
 def round_of(address: str, seed: int, tls: bool) -> None:
-    """Every conversation once, four at a time."""
+    """Runs every conversation once, four at a time."""
     with ThreadPoolExecutor(4) as pool:
         rng = Random(seed)
         for talk in rng.sample(CONVERSATIONS, len(CONVERSATIONS)):

@@ -1,7 +1,7 @@
-"""A gRPC client that costs next to nothing: one HTTP/2 socket whose answers are counted, not decoded.
+"""Implements a gRPC client that costs next to nothing: one HTTP/2 socket whose answers are counted, not decoded.
 
-What it measures is then the server. It opens the flow-control windows as far as they go, so that nothing but the server
-and the kernel sets the pace; a window of another size, or a reader that never reads, can be asked for.
+What it measures is then the server. It opens the flow-control windows as far as they go, so that only the server and
+the kernel set the pace; a window of another size, or a reader that never reads, can be configured.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _FIRST_WINDOW = 65_535  # bytes that a server takes before it says more
 
 
 @dataclass(slots=True)
-class Stream:
-    """What came on one RPC."""
-
+class ReceivedStream:
     messages: int = 0
     first_at: float | None = None  # when its first message was complete; seconds, the clock of `now`
     status: int | None = None  # gRPC code, once it has ended
@@ -34,23 +32,21 @@ class Stream:
 
 
 class FrameClient:
-    """One connection."""
-
     def __init__(
         self,
         address: str,
         now: Callable[[], float],
         *,
         stream_window: int = _WIDE,
-        on_message: Callable[[Stream, bytes], None] | None = None,
+        on_message: Callable[[ReceivedStream, bytes], None] | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host.strip("[]"), int(port)))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.streams: dict[int, Stream] = {}
+        self.streams: dict[int, ReceivedStream] = {}
         self.messages = 0
         self.ended = 0
-        self.last_stream: int | None = None  # that the server says it will answer, once it has said GOAWAY
+        self.last_stream: int | None = None  # that the server will answer, once it has sent GOAWAY
         self._authority = address
         self._now = now
         self._on_message = on_message
@@ -69,10 +65,10 @@ class FrameClient:
         return stream_id
 
     def prepare(self, path: str, message: bytes, metadata: tuple[tuple[str, str], ...] = ()) -> tuple[int, bytes]:
-        """One request's stream id, and what is to be sent of it before anything that is prepared or started later."""
+        """Returns one request's stream id, and what to send of it before anything that is prepared or started later."""
         stream_id = self._next_id
         self._next_id += 2
-        self.streams[stream_id] = Stream()
+        self.streams[stream_id] = ReceivedStream()
         headers = [
             (":method", "POST"),
             (":scheme", "http"),
@@ -94,7 +90,6 @@ class FrameClient:
         return stream_id, b"".join(frames)
 
     def reset(self, stream_id: int) -> None:
-        """Cancels one RPC."""
         self.socket.sendall(frame(RST_STREAM, 0, stream_id, struct.pack(">I", 8)))
 
     def read(self) -> bool:
@@ -116,7 +111,6 @@ class FrameClient:
         return True
 
     def close(self) -> None:
-        """Hangs up."""
         self.socket.close()
 
     def __enter__(self) -> FrameClient:
@@ -146,8 +140,8 @@ class FrameClient:
         elif kind == PING and not flags & ACK:
             self.socket.sendall(frame(PING, ACK, 0, data[start:end]))
 
-    def _messages(self, stream: Stream, payload: bytes) -> None:
-        """A DATA frame that holds several messages, or parts of some."""
+    def _messages(self, stream: ReceivedStream, payload: bytes) -> None:
+        """Parses a DATA frame that holds several messages, or parts of some."""
         data = stream._rest + payload if stream._rest else payload
         at, size = 0, len(data)
         while size - at >= 5:
@@ -160,18 +154,18 @@ class FrameClient:
             at = end
         stream._rest = data[at:]
 
-    def _count(self, stream: Stream) -> None:
+    def _count(self, stream: ReceivedStream) -> None:
         if stream.first_at is None:
             stream.first_at = self._now()
         stream.messages += 1
         self.messages += 1
 
-    def _headers(self, stream: Stream, headers: Iterable[tuple[str | bytes, str | bytes]], last: bool) -> None:
+    def _headers(self, stream: ReceivedStream, headers: Iterable[tuple[str | bytes, str | bytes]], last: bool) -> None:
         stream.headers.update((str(name), str(value)) for name, value in headers)
         if last:
             self._end(stream, int(stream.headers.get("grpc-status", "2")))
 
-    def _end(self, stream: Stream, status: int) -> None:
+    def _end(self, stream: ReceivedStream, status: int) -> None:
         if stream.status is None:
             stream.status = status
             self.ended += 1

@@ -82,7 +82,7 @@ class Waits:
         self.seconds = 0.0
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def counted(self) -> Iterator[None]:
         """Patches `RingPoller.wait` within the block: each wait is counted and lasts at least `_WAIT` seconds."""
         waits, own = self, RingPoller.wait
 
@@ -105,7 +105,7 @@ def measure(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Host
     scheduler, keys, waits = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Waits()
     seen: list[tuple[float, int, int, float]] = []  # host seconds, tokens, waits, seconds of the waits
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
-    with waits.watched():
+    with waits.counted():
         for _ in range(_MOST * (_WARM + steps)):
             while scheduler.live < rows:
                 scheduler.admit(asked(next(keys), tuple(range(3, 3 + _PROMPT)), tokens))
@@ -159,7 +159,6 @@ def on_a_model(given: argparse.Namespace) -> Iterator[tuple[int, HostTime]]:
 
 
 def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
-    """The runner that an engine process builds."""
     settings = EngineSettings(
         model=given.model,
         load_format=given.load_format,
@@ -176,7 +175,6 @@ def _built(given: argparse.Namespace, speculation: bool = True) -> Any:
 
 
 def limits_of(info: ModelInfo) -> Limits:
-    """What a runner of this kind can take."""
     return Limits(
         max_sequences=info.max_sequences,
         max_batch_tokens=info.max_batch_tokens,
@@ -233,7 +231,7 @@ LIMITS = Limits(
 
 
 class InstantSteps:
-    """Implements `pipeline.RowDevice`."""
+    """A `pipeline.RowDevice` that answers at once."""
 
     def __init__(self) -> None:
         self._last = 0  # number of the last step that was launched
@@ -253,7 +251,7 @@ class InstantSteps:
 
 
 class InstantBatches:
-    """Implements `pipeline.BatchDevice`."""
+    """A `pipeline.BatchDevice` that answers at once."""
 
     def __init__(self) -> None:
         self._launched = 0
@@ -358,17 +356,17 @@ def record(runner: Runner, recorder: StepRecorder, steps: int, *, greedy: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """Microseconds of each step: the planner, the runner, and what is made of its results."""
+class StepMicroseconds:
+    """Microseconds of each step: the planner, the runner, and the commit."""
 
     plan: list[float]
     run: list[float]
     commit: list[float]
 
 
-def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Parts:
-    """Steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
-    scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), Parts([], [], [])
+def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> StepMicroseconds:
+    """Times steps in which `rows` sequences decode one token each, after `_WARM` uncounted ones."""
+    scheduler, keys, found = Scheduler(limits, PagePool(pages)), iter(range(1 << 30)), StepMicroseconds([], [], [])
     tokens = min(_TOKENS, limits.max_context - _PROMPT - 1)
     for _ in range(_MOST * (_WARM + steps)):
         while scheduler.live < rows:
@@ -386,11 +384,11 @@ def parts_of(run: Run, limits: Limits, pages: int, rows: int, steps: int) -> Par
                 held.append((after - before) * 1e6)
         if len(found.run) == _WARM + steps:
             break
-    return Parts(*(held[_WARM:] for held in (found.plan, found.run, found.commit)))
+    return StepMicroseconds(*(held[_WARM:] for held in (found.plan, found.run, found.commit)))
 
 
 def operations(run: Callable[[], object], device: str, most: int = 12) -> list[tuple[str, float, float]]:
-    """What torch spends its time on meanwhile: name, share, calls. What our own C does shows as the rest."""
+    """Profiles torch: name, share, calls. Our own C's time appears as the rest."""
     from torch.profiler import ProfilerActivity, profile
 
     kind = ProfilerActivity.CUDA if device.startswith("cuda") else ProfilerActivity.CPU
@@ -409,7 +407,7 @@ def operations(run: Callable[[], object], device: str, most: int = 12) -> list[t
 
 
 def command(argv: Items[str] | None = None) -> Result:
-    """Where a step's microseconds go: planner, runner and commit, and within the runner torch's operations."""
+    """Measures where a step's microseconds go: planner, runner and commit, and within the runner torch's operations."""
     parser = argparse.ArgumentParser(prog="whippet bench steps", description=summary(command))
     parser.add_argument("--model", default=str(ROOT / "models" / "demo"), help="a folder or a GGUF file")
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")

@@ -1,4 +1,4 @@
-"""Decode steps made of `engine.kernels`, timed on a GPU with random weights of real shapes.
+"""Times decode steps made of `engine.kernels` on a GPU with random weights of real shapes.
 
     python -m bench.kernels --model qwen3-0.6b --format bf16 --context 128 1024 8192
 
@@ -47,8 +47,6 @@ RING = 4096
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """The sizes of a model."""
-
     layers: int
     hidden: int
     inner: int
@@ -66,7 +64,7 @@ FORMATS = {"bf16": Format.BF16, "int8": Format.INT8, "int4": Format.INT4}
 
 
 def random_matrix(form: Format, rows: int, columns: int) -> Matrix:
-    """Random bits that stand for small numbers; no zeros, which would run faster."""
+    """Returns random bits that stand for small numbers; no zeros, which would run faster."""
     if form is Format.BF16:
         data = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16).normal_(std=columns**-0.5)
         return Matrix(form, rows, columns, data)
@@ -81,7 +79,7 @@ def random_matrix(form: Format, rows: int, columns: int) -> Matrix:
 
 
 def random_weights(spec: Spec, form: Format, pages: int, positions: int) -> StepWeights:
-    """A model of this size; layers share one pool shape and one set of gains."""
+    """Makes a model of this size; layers share one pool shape and one set of gains."""
     heads, hidden = spec.heads, spec.hidden
     ones = torch.ones(hidden, device="cuda")
     gain = torch.ones(heads.dim, device="cuda") if heads.norm else None
@@ -104,7 +102,7 @@ def random_weights(spec: Spec, form: Format, pages: int, positions: int) -> Step
 
 
 def step_bytes(weights: StepWeights, context: float, batch: int) -> int:
-    """Weights once, keys and values of every row."""
+    """Counts weights once, keys and values of every row."""
     matrices = [weights.head]
     for layer in weights.layers:
         matrices += [layer.qkv.matrix, layer.output.matrix, layer.gate_up.matrix, layer.down.matrix]
@@ -113,18 +111,16 @@ def step_bytes(weights: StepWeights, context: float, batch: int) -> int:
 
 
 def timers() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Two events to record around what is timed."""
     event: type[torch.cuda.Event] = torch.cuda.Event
     return event(enable_timing=True), event(enable_timing=True)
 
 
 def median_us(launcher: Launcher, launches: Sequence[Launch], each: int) -> float:
-    """Of one of `each` equal parts, in a graph: the median of nine replays."""
+    """Returns µs of one of `each` equal parts, in a graph: the median of nine replays."""
     return median_of_replays(lambda: launcher.enqueue(launches), each)
 
 
 def median_of_replays(enqueue: Callable[[], None], each: int) -> float:
-    """The same of whatever is enqueued."""
     enqueue()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -144,17 +140,13 @@ def median_of_replays(enqueue: Callable[[], None], each: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What a rate was made of."""
-
     tokens_per_second: float  # of one row
     microseconds: float  # a step
     spread: float  # (slowest - fastest) / median
     roofline: float
 
 
-class Bench:
-    """One model in one format, on one GPU."""
-
+class KernelBench:
     def __init__(
         self, library: Kernels, launcher: Launcher, weights: StepWeights, pages: int, bandwidth: float
     ) -> None:
@@ -172,7 +164,7 @@ class Bench:
     def decode(
         self, plan: ChainPlan, context: int, batch: int, steps: int = 4, sampled: Sampling | None = None
     ) -> Timing:
-        """`STEPS` tokens a row, from a context of `context`."""
+        """Times `STEPS` tokens a row, from a context of `context`."""
         buffers = allocate(self.weights, batch, self.pages // batch, RING)
         table = torch.randperm(self.pages, device="cuda")[: self.pages // batch * batch].view(batch, -1)
         buffers.places.pages.copy_(table)
@@ -184,7 +176,6 @@ class Bench:
         return Timing(1 / middle, middle * 1e6, (max(times) - min(times)) / statistics.median(times), bound / middle)
 
     def _run(self, graph: torch.cuda.CUDAGraph, start: Launch, buffers: StepBuffers, context: int, steps: int) -> float:
-        """Seconds."""
         buffers.places.position.fill_(context)
         buffers.progress.count.zero_()
         buffers.progress.token.random_(1, 1000)
@@ -202,7 +193,7 @@ class Bench:
         return float(begin.elapsed_time(end)) / 1e3
 
     def stages(self, plan: ChainPlan, context: int, batch: int) -> dict[str, tuple[float, float]]:
-        """Microseconds of a stage and its TB/s, each stage's launches of all layers in a chain of their own."""
+        """Returns microseconds of a stage and its TB/s, each stage's launches of all layers in a chain of their own."""
         buffers = allocate(self.weights, batch, self.pages // batch, RING)
         buffers.places.position.fill_(context)
         buffers.places.pages.copy_(torch.arange(self.pages // batch * batch, device="cuda").view(batch, -1))
@@ -225,7 +216,6 @@ class Bench:
         return {name: (time, sizes.get(name, 0) / time / 1e6) for name, time in found.items()}
 
     def _stage(self, chain: Sequence[Launch]) -> float:
-        """Microseconds a launch."""
         graph = self.graph(chain, max(1, 112 // len(chain)))
         count = len(chain) * max(1, 112 // len(chain))
         begin, end = timers()
@@ -241,7 +231,6 @@ class Bench:
 
 
 def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainPlan]:
-    """Named variants of a plan."""
     found = {"base": base}
     if sweep in ("overlap", "all"):
         found["no overlap"] = replace(base, dependent=False)
@@ -268,7 +257,6 @@ def plans(base: ChainPlan, weights: StepWeights, sweep: str) -> dict[str, ChainP
 
 
 def tiled(plan: ChainPlan, name: str, matrix: Matrix, warps: int) -> Tiling:
-    """A tiling with so many warps."""
     return choose(matrix, plan.multiprocessors, pairs=name == "gate_up", warps=warps)
 
 
@@ -286,14 +274,13 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures what was asked for."""
     given = arguments()
     launcher = Launcher()
     library = open_library(torch.cuda.get_device_capability())
     most = max(given.context) + STEPS + 16
     pages = -(-most // 16) * max(given.batch)
     weights = random_weights(SPECS[given.model], FORMATS[given.format], pages, most)
-    bench = Bench(library, launcher, weights, pages, given.bandwidth)
+    bench = KernelBench(library, launcher, weights, pages, given.bandwidth)
     rows = []
     for context in given.context:
         base = ChainPlan(bench.multiprocessors, longest=context + STEPS)
@@ -327,7 +314,6 @@ def main() -> int:
 
 
 def timing_fields(timing: Timing) -> dict[str, float]:
-    """As the record has them."""
     return {
         "tokens_per_second": round(timing.tokens_per_second, 1),
         "microseconds": round(timing.microseconds, 2),
@@ -342,8 +328,6 @@ _ROUNDED, _NEAR_ZERO = 2**-7, 0.02  # of a number, results in bf16; where the su
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One product of a layer."""
-
     name: str
     rows: int
     columns: int
@@ -352,7 +336,6 @@ class Case:
 
 
 def cases(model: str) -> list[Case]:
-    """Lists the products of one layer of a model."""
     spec = SPECS[model]
     return [
         Case("queries, keys, values", spec.heads.rows, spec.hidden),
@@ -363,7 +346,7 @@ def cases(model: str) -> list[Case]:
 
 
 def divisions(case: Case, tokens: int, gpu: GpuShape) -> Iterator[few.Division]:
-    """All that the GPU may hold at a time and that leave few multiprocessors idle."""
+    """Yields all divisions that the GPU may hold at a time and that leave few multiprocessors idle."""
     slices = (1,) if case.gated else range(1, few.MOST_SLICES + 1)
     for one in product(few.TILES, few.PEERS, slices):
         how = few.division(tokens, case.columns, gpu, *one)
@@ -371,9 +354,7 @@ def divisions(case: Case, tokens: int, gpu: GpuShape) -> Iterator[few.Division]:
             yield how
 
 
-class Chain:
-    """A case for so many tokens, with random numbers."""
-
+class ProductCase:
     def __init__(self, case: Case, tokens: int, library: KernelLibrary, launcher: Launcher) -> None:
         self._case, self._tokens, self._library, self._launcher = case, tokens, library, launcher
         count = int(-(-_CHAIN_BYTES // (2 * case.rows * case.columns)))
@@ -386,7 +367,6 @@ class Chain:
         self._stream = ops.Stream(self._random(tokens, case.rows), normed, 1e-6)
 
     def library_us(self) -> float:
-        """Times the library's product."""
         out = torch.empty(self._tokens, self._case.rows, device="cuda", dtype=torch.bfloat16)
         inner = torch.empty(self._tokens, self._width, device="cuda", dtype=torch.bfloat16)
 
@@ -430,10 +410,9 @@ class Chain:
 
 
 def measure(case: Case, tokens: int, library: KernelLibrary, launcher: Launcher, every: bool) -> dict[str, object]:
-    """Returns one record of a result file."""
     chosen = few.divide(tokens, case.rows, case.columns, library.gpu, gated=case.gated)
     tried = list(divisions(case, tokens, library.gpu)) if every else [] if chosen is None else [chosen]
-    chain = Chain(case, tokens, library, launcher)
+    chain = ProductCase(case, tokens, library, launcher)
     theirs = chain.library_us()
     own = sorted(((chain.own_us(how), how) for how in tried), key=lambda one: one[0])
     print(f"{case.name:22} {tokens:4} tokens: the library's {theirs:6.2f} µs", flush=True)

@@ -1,4 +1,4 @@
-"""The same work with the optimisations switched on one after another, each one's own gain in one run.
+"""Measures the same work with the optimisations switched on one after another, and each one's own gain, in one run.
 
     whippet bench ladder --model models/demo
 
@@ -35,7 +35,7 @@ _SHARED = "\n".join(f"LIMIT_{n} = {n * 37 % 101}" for n in range(12))
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What is on, and on which of the two servers."""
+    """Switches that are on, and which of the two servers runs."""
 
     name: str
     on: frozenset[str]
@@ -44,15 +44,15 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A rung that does nothing here."""
+    """A rung that has no effect here."""
 
     name: str
     why: str
 
 
 def rungs(switches: Mapping[str, str], quantized: str) -> tuple[list[Rung], list[Left]]:
-    """The ladder. `switches` by name, with the server's reason why one does nothing, else empty; `quantized` likewise
-    for 8-bit weights."""
+    """Returns the ladder. `switches` by name, with the server's reason why one has no effect, else empty; `quantized`
+    likewise for 8-bit weights."""
     found, left = [Rung("eager", frozenset(), False)], list[Left]()
     others = tuple(name for name in switches if name not in (*ORDER, *LATER, *CACHES, *NOT_HERE))
     for name in (*ORDER, *others, QUANTIZED, *LATER, *CACHES):
@@ -78,7 +78,7 @@ def work(tokens: int, turn: int) -> list[list[LiveRequest]]:
 def climb(
     live: Live, rung: Rung, known: Sequence[str], groups: Sequence[Sequence[LiveRequest]]
 ) -> tuple[float, list[int]]:
-    """Tokens a second of the whole work, and all ids of the two that ran alone."""
+    """Measures tokens a second of the whole work, and all ids of the two that ran alone."""
     for name in known:
         live.switch(name, name in rung.on)
     live.forget()
@@ -93,7 +93,8 @@ def climb(
 
 
 def table(rates: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-    """A row a rung: its rate, its gain over the rung below as the median of the rounds, and over the first."""
+    """Returns a row per rung: its rate, its gain over the rung below as the median of the rounds, and over the
+    first."""
     rows: list[dict[str, Any]] = []
     names = list(rates)
     for number, name in enumerate(names):
@@ -106,7 +107,6 @@ def table(rates: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints the table."""
     parser = argparse.ArgumentParser(
         prog="whippet bench ladder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -146,7 +146,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def _quantized(stack: ExitStack, model: str) -> tuple[Live | None, str]:
-    """A server with 8-bit weights, or why there is none."""
+    """Returns a server with 8-bit weights, or why there is none."""
     try:
         own = stack.enter_context(started(model, ["--quantization=int8"]))
     except RuntimeError:
@@ -157,7 +157,7 @@ def _quantized(stack: ExitStack, model: str) -> tuple[Live | None, str]:
 
 
 def _reasons(live: Live) -> dict[str, str]:
-    """Why each switch does nothing here; empty where it does something. All are turned on first."""
+    """Returns why each switch has no effect here; empty where it has one. All are turned on first."""
     found: dict[str, str] = {}
     for one in live.switches():
         if one.name in NOT_HERE:

@@ -1,4 +1,4 @@
-"""What a running server does, as its callers see it: drafts, caches and switches, each with and without, in turns.
+"""Measures a running server as its callers see it: drafts, caches and switches, each with and without, in turns.
 
 Works against any Whippet that answers (`--target`), or one that is started for the purpose.
 """
@@ -48,7 +48,7 @@ QUESTIONS_ALIKE = (  # each a question with the same one in other words, and one
 
 @dataclass(frozen=True, slots=True)
 class LiveRequest:
-    """A request as these benches make it: greedy, of exactly so many tokens."""
+    """A greedy request, of exactly `tokens` tokens."""
 
     text: str
     tokens: int
@@ -59,7 +59,7 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of it. Seconds from the request."""
+    """An answer's figures. Seconds from the request."""
 
     first: float = 0.0
     whole: float = 0.0
@@ -74,8 +74,6 @@ class Reply:
 
 
 class Live:
-    """A server that runs."""
-
     def __init__(self, address: str, token: str = "", admin: str = "") -> None:
         self.address = address
         self._channel = grpc.insecure_channel(address, [("grpc.max_receive_message_length", 1 << 24)])
@@ -86,7 +84,7 @@ class Live:
         self._admin: Any = None if self._admin_channel is None else AdminServiceStub(self._admin_channel)  # type: ignore[no-untyped-call]
 
     def ask(self, asked: LiveRequest) -> Reply:
-        """One answer, to its end. Raises grpc.RpcError."""
+        """Reads one answer to its end. Raises grpc.RpcError."""
         message = pb.GenerateStreamRequest(text=asked.text)
         message.stopping.max_tokens, message.stopping.ignore_eos = asked.tokens, True
         message.output.text = message.output.token_ids = True
@@ -125,14 +123,13 @@ class Live:
         self._admin.FlushCache(admin_pb2.FlushCacheRequest(), metadata=self._metadata, timeout=_PATIENCE)
 
     def close(self) -> None:
-        """Closes the channels."""
         self._channel.close()
         if self._admin_channel is not None:
             self._admin_channel.close()
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """For a bench that starts a server or calls one."""
+    """Adds flags of a bench that starts a server or calls one."""
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; default: one is started")
     parser.add_argument("--token", default="", help="of a caller of that server")
     parser.add_argument("--model", default=str(DEMO) if DEMO.exists() else None, help="a folder or a GGUF file")
@@ -140,7 +137,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def opened(given: argparse.Namespace, flags: Sequence[str] = ()) -> Iterator[Live]:
-    """The server that was named, or one of ours. Raises ValueError where there is neither."""
+    """Yields the server of --target, or one of ours. Raises ValueError where there is neither."""
     with ExitStack() as stack:
         if given.target is not None:
             live = Live(given.target, given.token, getattr(given, "admin", None) or "")
@@ -153,7 +150,6 @@ def opened(given: argparse.Namespace, flags: Sequence[str] = ()) -> Iterator[Liv
 
 @contextmanager
 def started(model: str | None, flags: Sequence[str]) -> Iterator[Any]:
-    """A server of this model. Raises ValueError."""
     if model is None:
         raise ValueError("name a model: --model FOLDER, or a GGUF file")
     with tempfile.TemporaryDirectory() as scratch:
@@ -163,13 +159,13 @@ def started(model: str | None, flags: Sequence[str]) -> Iterator[Any]:
 
 
 def settings(given: argparse.Namespace, live: Live) -> dict[str, Any]:
-    """Of a record: the flags, and the model as the server names it."""
+    """Returns a record's settings: the flags, and the model as the server names it."""
     name = Path(given.model).name if given.target is None else served_model(live.address, given.token).name
     return {**{key: value for key, value in vars(given).items() if key != "token"}, "model": name}
 
 
 def copying(number: int) -> str:
-    """A passage that is to be written again: what prompt lookup guesses well."""
+    """Asks for a passage to be repeated, which prompt lookup predicts well."""
     generator = random.Random(number)
     lines = [f"    {generator.choice('abcdefgh')}{n} = read(path, {generator.randrange(100)})" for n in range(12)]
     passage = f"def load_{number}(path):\n" + "\n".join(lines)
@@ -177,7 +173,7 @@ def copying(number: int) -> str:
 
 
 def free(number: int) -> str:
-    """A prompt that nothing of can be copied."""
+    """Asks for text that cannot be copied."""
     return f"def step_{number}(state):\n    "
 
 
@@ -228,8 +224,8 @@ def _with_and_without(live: Live, text: str, tokens: int, turn: int) -> tuple[Re
 
 
 def cache(argv: Sequence[str] | None = None) -> Result:
-    """What the caches save: an answer that is stored, a prompt whose beginning is known; and how often the semantic
-    cache serves rightly and wrongly, on questions of our own with their interval."""
+    """Measures what the caches save: a stored answer, a prompt with a known beginning; and how often the semantic cache
+    serves rightly and wrongly, on questions of our own with their interval."""
     parser = argparse.ArgumentParser(prog="whippet bench cache", description=summary_of(cache))
     add_server_flags(parser)
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
@@ -276,7 +272,7 @@ def cache(argv: Sequence[str] | None = None) -> Result:
 
 
 def _settle(live: Live) -> None:
-    """Answers are stored behind the last message."""
+    """Waits until answers are stored, which happens behind the last message."""
     time.sleep(0.05)
 
 
@@ -285,8 +281,8 @@ def _ms(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def semantic() -> dict[str, Any]:
-    """What the semantic cache serves of questions that are asked again in other words, and of those that only look
-    alike. Without the embedder the reason stands in its place."""
+    """Counts what the semantic cache serves of reworded questions, and of those that only look alike. Without the
+    embedder the reason stands in its place."""
     try:
         from cache.semantic.embedder import open_embedder
         from cache.semantic.export import ExportFailed, exported, missing
@@ -379,8 +375,8 @@ def _rollback(live: Live, given: argparse.Namespace) -> int:
 
 
 def _measured(live: Live, given: argparse.Namespace) -> dict[str, list[float]]:
-    """Answers that copy and answers that do not, one after the other; the first of each asks again, so that caches
-    count as they do for callers."""
+    """Measures answers that copy and answers that do not, one after the other; the first of each is repeated, so that
+    caches count as they do for callers."""
     replies = []
     for n in range(given.answers):
         text = copying(n // 2) if n % 2 else free(n // 2)
@@ -395,7 +391,6 @@ def _measured(live: Live, given: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def summary_of(function: Callable[..., object]) -> str:
-    """The docstring on one line."""
     return " ".join((function.__doc__ or "").split())
 
 

@@ -1,4 +1,5 @@
-"""llama.cpp for `bench.cpu_peers`, in an interpreter that has llama-cpp-python: a JSON line for each asked on stdin.
+"""Runs llama.cpp for `bench.cpu_peers`, in an interpreter that has llama-cpp-python: a JSON line for each request on
+stdin.
 
     {"model": FILE, "streams": 8, "prompt": 32, "tokens": 64, "threads": 2}  →  {"tokens_per_second": …, "ttft_ms": …}
 
@@ -30,7 +31,6 @@ def model_of(file: str) -> Any:
 
 
 def requantize(source: str, target: str, kind: str) -> None:
-    """Writes `target`."""
     how = llama.llama_model_quantize_default_params()
     how.ftype, how.allow_requantize, how.nthread = TYPES[kind], True, 2
     if llama.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(how)):
@@ -38,7 +38,6 @@ def requantize(source: str, target: str, kind: str) -> None:
 
 
 def fill(batch: Any, places: list[tuple[int, int, int, bool]]) -> None:
-    """Token, position, stream, and whether logits are wanted."""
     batch.n_tokens = len(places)
     for at, (token, position, stream, wanted) in enumerate(places):
         batch.token[at], batch.pos[at] = token, position
@@ -46,7 +45,7 @@ def fill(batch: Any, places: list[tuple[int, int, int, bool]]) -> None:
 
 
 def measure(model: str, streams: int, prompt: int, tokens: int, threads: int) -> dict[str, float]:
-    """Greedy; a rate is of the step that a quarter of the steps are faster than, as in `bench.cpu_peers`."""
+    """Decodes greedily; a rate is of the step that a quarter of the steps are faster than, as in `bench.cpu_peers`."""
     how = llama.llama_context_default_params()
     how.n_ctx, how.n_batch, how.n_seq_max = streams * (prompt + tokens + 16), 512, streams
     how.n_threads = how.n_threads_batch = threads
@@ -76,7 +75,6 @@ def measure(model: str, streams: int, prompt: int, tokens: int, threads: int) ->
 
 
 def main() -> None:
-    """Answers until stdin ends."""
     llama.llama_log_set(_quiet, ctypes.c_void_p(0))
     llama.llama_backend_init()
     for line in sys.stdin:

@@ -38,7 +38,7 @@ Values = dict[str, tuple[float, str]]  # workload → value and unit
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Names a checkout to measure; the figures carry that name."""
+    """A checkout to measure; the figures carry its name."""
 
     name: str
     path: Path
@@ -46,20 +46,18 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class MachineJob:
     """Describes a process to run and the function that reads its figures. `{records}` in the command stands for the
     path of a JSON file that the process writes."""
 
     part: str
     model: str
     command: tuple[str, ...]
-    read: Callable[[Job, str, list[dict[str, Any]]], Values]
+    read: Callable[[MachineJob, str, list[dict[str, Any]]], Values]
 
 
 @dataclass
-class Findings:
-    """Collects the figures of all trees and writes machine.json."""
-
+class MachineFigures:
     trees: Sequence[Tree]
     path: Path
     values: dict[tuple[str, str, str], dict[str, float]] = field(
@@ -86,7 +84,7 @@ class Findings:
         self.path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 
-def _of_host(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
+def _of_host(job: MachineJob, output: str, records: list[dict[str, Any]]) -> Values:
     found: Values = {}
     for one in records:
         found[f"host {one['workload']} step"] = one["host_us_per_step"], "µs"
@@ -94,8 +92,8 @@ def _of_host(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
     return found
 
 
-def _of_decode(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
-    record = json.loads(said.strip().splitlines()[-1])
+def _of_decode(job: MachineJob, output: str, records: list[dict[str, Any]]) -> Values:
+    record = json.loads(output.strip().splitlines()[-1])
     engine = record.get("figures", record)["engine"]  # an older tree's record has it at the top
     found: Values = {
         f"decode {context}": (row["tokens_per_second"], "tokens/s") for context, row in engine["contexts"].items()
@@ -104,44 +102,44 @@ def _of_decode(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
     return found | {"decode memory": (engine["driver_bytes"] or engine["peak_bytes"], "bytes")}
 
 
-def _of_offline(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
+def _of_offline(job: MachineJob, output: str, records: list[dict[str, Any]]) -> Values:
     return {f"offline {one['workload']}": (one["output_tokens_per_second"], "tokens/s") for one in records}
 
 
-def _of_speculation(job: Job, said: str, records: list[dict[str, Any]]) -> Values:
+def _of_speculation(job: MachineJob, output: str, records: list[dict[str, Any]]) -> Values:
     return {
         f"speculation {one['proposer']} {one['prompts']}": (one["tokens_per_second"], "tokens/s") for one in records
     }
 
 
-def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[Job]:
+def jobs(parts: Sequence[str], models: Sequence[str]) -> Iterator[MachineJob]:
     """Yields the jobs, the short ones first, since the time may run out."""
     flags: tuple[str, ...]
     if "host" in parts:
-        yield Job("host", "instant", ("bench.host_steps", "--instant", "--append={records}"), _of_host)
+        yield MachineJob("host", "instant", ("bench.host_steps", "--instant", "--append={records}"), _of_host)
     if "speculation" in parts:
         flags = ("--parts", "texts", "--prompts=2", "--seconds=1", "--append={records}")
-        yield Job("speculation", "demo", ("bench.speculation", *flags), _of_speculation)
+        yield MachineJob("speculation", "demo", ("bench.speculation", *flags), _of_speculation)
     for model in models:
         own = (f"--model=bench/models/{model}", "--load-format=dummy")
         if "host" in parts:
-            yield Job("host", model, ("bench.host_steps", *own, "--append={records}"), _of_host)
+            yield MachineJob("host", model, ("bench.host_steps", *own, "--append={records}"), _of_host)
         if "decode" in parts:
             flags = ("--context", "128", "1024", "8192", "--tokens=512", "--rounds=3", "--first=10")
-            yield Job("decode", model, ("bench.decode", *own, *flags), _of_decode)
+            yield MachineJob("decode", model, ("bench.decode", *own, *flags), _of_decode)
         if "offline" in parts:
             flags = ("--workloads", *WORKLOADS, "--append={records}")
-            yield Job("offline", model, ("bench.offline", *own, *flags), _of_offline)
+            yield MachineJob("offline", model, ("bench.offline", *own, *flags), _of_offline)
 
 
-class Run:
+class MachineRun:
     """Runs the processes one after another until `seconds` have passed."""
 
     def __init__(self, trees: Sequence[Tree], out: Path, seconds: float) -> None:
         self.trees = trees
         self.out = out
         self._end = time.monotonic() + seconds
-        self.findings = Findings(trees, out / "machine.json")
+        self.findings = MachineFigures(trees, out / "machine.json")
         self._log = (out / "log.txt").open("a")
 
     @property
@@ -149,15 +147,15 @@ class Run:
         """Returns the seconds that remain of the limit; negative after it."""
         return self._end - time.monotonic()
 
-    def job(self, job: Job, tree: Tree) -> None:
+    def job(self, job: MachineJob, tree: Tree) -> None:
         """Runs a job on a tree and adds its figures to the findings."""
         with tempfile.TemporaryDirectory() as folder:
             records = Path(folder) / "records.json"
             command = [part.format(records=records) for part in job.command]
-            said = self.process(f"{job.part} {job.model}", tree, command)
-            if said is not None:
+            output = self.process(f"{job.part} {job.model}", tree, command)
+            if output is not None:
                 made = json.loads(records.read_text()) if records.exists() else []
-                self.findings.add(job.model, tree, job.read(job, said, made))
+                self.findings.add(job.model, tree, job.read(job, output, made))
         self.findings.write()
 
     def process(self, name: str, tree: Tree, command: Sequence[str]) -> str | None:
@@ -269,7 +267,6 @@ def _counted(report: Path) -> dict[str, Any]:
 
 
 def tree_of(spec: str) -> Tree:
-    """Parses NAME[@REVISION]=PATH."""
     name, _, path = spec.partition("=")
     name, _, known = name.partition("@")
     if not name or not Path(path, "engine").is_dir():
@@ -294,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = arguments(argv)
     trees = given.tree or [tree_of("before=.")]
     given.out.mkdir(parents=True, exist_ok=True)
-    run = Run(trees, given.out, given.seconds)
+    run = MachineRun(trees, given.out, given.seconds)
     for job in jobs(given.parts, given.models):
         for turn in range(given.turns):
             for tree in trees if turn % 2 == 0 else reversed(trees):

@@ -1,4 +1,4 @@
-"""Throughput of one model without gRPC: N requests handed over at once, in the engine's own loop.
+"""Measures throughput of one model without gRPC: N requests handed over at once, in the engine's own loop.
 
     python -m bench.offline --model bench/models/qwen3-0.6b --load-format dummy --workloads n1 n16 n256 mixed256
 
@@ -41,7 +41,7 @@ from engine.worker.build import build
 
 _PROFILED = 40  # steps
 _BESIDE, _OTHERS, _APART = 128, 16, 40  # tokens in; those that come beside streams, and tokens of a stream between them
-_PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are watched
+_PASS, _PASSES = 2048, 4  # tokens of the largest pass of prompts, and how many are profiled
 SAMPLINGS = {
     "greedy": GREEDY,
     "top-k": replace(GREEDY, temperature=1.0, top_k=50, top_p=0.95),
@@ -51,9 +51,7 @@ SAMPLINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one workload."""
-
+class OfflineOutcome:
     output_tokens_per_second: float
     requests_per_second: float
     ttft_ms_p95: float
@@ -64,9 +62,9 @@ class Outcome:
 
 def run(
     runner: ModelRunner, work: Work, budget: int, sampling: SamplingParams = GREEDY, beside: Work | None = None
-) -> Outcome:
-    """All of `work` at once, to their ends. Of `beside`, one comes for every `_APART` tokens of the first of `work`,
-    once those before it have their first tokens; first tokens are then those of `beside`."""
+) -> OfflineOutcome:
+    """Runs all of `work` at once, to their ends. One of `beside` follows for every `_APART` tokens of the first of
+    `work`, once those before it have their first tokens; first tokens are then those of `beside`."""
     info, generator = runner.info, random.Random(len(work))
     scheduler = planner(runner, PagePool(info.total_pages), budget)
     came: dict[int, float] = {}
@@ -95,7 +93,7 @@ def run(
             admit(*waiting.popleft())
     seconds = time.monotonic() - began
     counted = [took for key, took in first.items() if beside is None or key >= len(work)]
-    return Outcome(
+    return OfflineOutcome(
         output_tokens_per_second=round(count / seconds, 1),
         requests_per_second=round(len(came) / seconds, 2),
         ttft_ms_p95=round(quantile(counted, 0.95) * 1e3, 1),
@@ -106,7 +104,7 @@ def run(
 
 
 def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tuple[str, float, float]]:
-    """Kernels of steps of so many rows: name, calls a step and µs a step, most first."""
+    """Profiles the kernels of steps of `rows` rows: name, calls a step and µs a step, most first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -132,11 +130,11 @@ def profile(runner: ModelRunner, rows: int, budget: int, prompt: int) -> list[tu
                 break
             made += sum(len(event.token_ids) for event in scheduler.commit(plan, runner.run(plan), 0.0))
         torch.cuda.synchronize()
-    return kernels(found, f"wall a step, {rows} rows, watched", time.monotonic() - began, made / rows)
+    return kernels(found, f"wall a step, {rows} rows, profiled", time.monotonic() - began, made / rows)
 
 
 def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, float]]:
-    """Kernels of a pass over as many prompts as it holds: name, calls and µs a pass, most first."""
+    """Profiles the kernels of a pass over as many prompts as it holds: name, calls and µs a pass, most first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
@@ -149,22 +147,21 @@ def profile_prompts(runner: ModelRunner, prompt: int) -> list[tuple[str, float, 
         return found
 
     runner.run(plan())
-    watched, began = plan(), time.monotonic()
+    first_plan, began = plan(), time.monotonic()
     with watch(activities=[ProfilerActivity.CUDA]) as found:
-        runner.run(watched)
+        runner.run(first_plan)
         torch.cuda.synchronize()
-    return kernels(found, f"wall a pass of {_PASS} tokens, watched", time.monotonic() - began, _PASSES)
+    return kernels(found, f"wall a pass of {_PASS} tokens, profiled", time.monotonic() - began, _PASSES)
 
 
 def kernels(found: Any, name: str, seconds: float, steps: float) -> list[tuple[str, float, float]]:
-    """Of what a profiler saw in so many steps, the clock's seconds first."""
+    """Lists a profile of `steps` steps, the clock's seconds first."""
     averages = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
     rows = [(one.key[:90], one.count / steps, one.self_device_time_total / steps) for one in averages[:24]]
     return [(name, 1.0, seconds / steps * 1e6), *rows]
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True, help="a folder; with --load-format dummy its config.json suffices")
     parser.add_argument("--load-format", choices=get_args(LoadFormat), default="auto")
@@ -194,21 +191,18 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _work(name: str, prompt: int, tokens: int) -> tuple[Work, Work | None]:
-    """A workload by its name, and what comes beside it."""
     streams = name.removeprefix("beside")
     if streams == name or not streams.isdigit():
         return workload(name, prompt, tokens), None
     return [(_BESIDE, (_OTHERS + 1) * _APART)] * int(streams), [(_BESIDE, 2)] * _OTHERS
 
 
-def record(given: argparse.Namespace, name: str, found: Outcome) -> dict[str, object]:
-    """As kept in bench/results."""
+def record(given: argparse.Namespace, name: str, found: OfflineOutcome) -> dict[str, object]:
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     return {**about, "path": "offline", "workload": name, **asdict(found)}
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures and prints."""
     given = arguments(argv)
     settings = EngineSettings(
         model=given.model,
@@ -260,7 +254,6 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     return finish(command(argv))
 
 
@@ -274,12 +267,12 @@ _ID = RowResult((5,))
 class StepTimes:
     """Holds the measured times of steps of one model on one GPU, in ms."""
 
-    rows: tuple[tuple[int, float], ...]  # of a step of so many rows, each with CONTEXT tokens
-    prompts: tuple[tuple[int, float], ...]  # of a pass of so many tokens
+    rows: tuple[tuple[int, float], ...]  # rows → ms of a step, each row with CONTEXT tokens
+    prompts: tuple[tuple[int, float], ...]  # tokens → ms of a pass
     token_bytes: int  # keys and values of one token, in all layers
 
     def step(self, rows: int, context: int) -> float:
-        """Rows that have so many tokens together."""
+        """Returns the time of rows that have `context` tokens together."""
         return _between(self.rows, rows) + (context - rows * CONTEXT) * self.token_bytes / BANDWIDTH if rows else 0.0
 
     def prompt(self, tokens: int) -> float:
@@ -320,9 +313,7 @@ TIMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Foretold:
-    """Holds the predicted figures of one workload."""
-
+class Predicted:
     tokens_per_second: float
     requests_per_second: float
     first_ms_p95: float
@@ -330,8 +321,8 @@ class Foretold:
     steps: int
 
 
-def foretell(times: StepTimes, work: Work, budget: int, most_rows: int, target: float | None = None) -> Foretold:
-    """All requests at once, with pages for all of them; `target` in ms."""
+def predict(times: StepTimes, work: Work, budget: int, most_rows: int, target: float | None = None) -> Predicted:
+    """Predicts all requests at once, with pages for all of them; `target` in ms."""
     pages = sum(-(-(prompt + tokens + 16) // PAGE_SIZE) for prompt, tokens in work)
     limits = Limits(
         max_sequences=most_rows,
@@ -355,7 +346,7 @@ def foretell(times: StepTimes, work: Work, budget: int, most_rows: int, target: 
             last[event.key] = now
             count += 1
     starts = sorted(first.values())
-    return Foretold(
+    return Predicted(
         tokens_per_second=count / now,
         requests_per_second=len(work) / now,
         first_ms_p95=starts[int(len(starts) * 0.95) - 1] * 1e3,
@@ -371,16 +362,16 @@ def _taken(times: StepTimes, plan: StepPlan) -> float:
     return times.step(len(decoded), sum(decoded)) + times.prompt(fed)
 
 
-def foretold_main(argv: Sequence[str] | None = None) -> int:
-    """What a workload of `bench.offline` would take, from what steps were measured to take: the real scheduler over a
-    device that only counts. For choices of the scheduler that would otherwise need a GPU each.
+def predict_main(argv: Sequence[str] | None = None) -> int:
+    """Predicts what a workload of `bench.offline` would take from measured steps: the real scheduler over a device that
+    only counts. For choices of the scheduler that would otherwise need a GPU each.
 
-        python -m bench.offline foretold --workloads n256 mixed256 short1024 --budgets 2048 8192 32768 --rows 256 512
+        python -m bench.offline predict --workloads n256 mixed256 short1024 --budgets 2048 8192 32768 --rows 256 512
 
     A step's time is its rows' (products, head, norms: by their number; attention: by the bytes of their contexts) and
     its prompts' (passes of 2,048 tokens, one after the other, with their share of attention).
     """
-    parser = argparse.ArgumentParser(description=summary(foretold_main))
+    parser = argparse.ArgumentParser(description=summary(predict_main))
     parser.add_argument("--models", nargs="+", choices=TIMES, default=list(TIMES))
     parser.add_argument("--workloads", nargs="+", default=["n64", "n256", "mixed256", "short1024"])
     parser.add_argument("--budgets", nargs="+", type=int, default=[2048, 4096, 32768], help="prompt tokens a step")
@@ -392,7 +383,7 @@ def foretold_main(argv: Sequence[str] | None = None) -> int:
             for rows in given.rows:
                 for budget in given.budgets:
                     for target in given.targets or [None]:
-                        found = foretell(TIMES[model], workload(name, 128, 128), budget, rows, target)
+                        found = predict(TIMES[model], workload(name, 128, 128), budget, rows, target)
                         print(
                             f"{model:30} {name:>10} rows {rows:4} budget {budget:6}"
                             f"{'' if target is None else f' target {target:5.1f}'}"
@@ -405,4 +396,4 @@ def foretold_main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_one_of(main, foretold=foretold_main))
+    sys.exit(run_one_of(main, predicted=predict_main))

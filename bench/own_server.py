@@ -1,4 +1,4 @@
-"""A server of its own on loopback, and what its processes use of the processor. Needs nothing but what servers need."""
+"""Starts a server on loopback, and measures its processes' use of the processor. Needs only what servers need."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
-from bench.grpc_frames import FrameClient, Stream
-from bench.pace import Answer
+from bench.grpc_frames import FrameClient, ReceivedStream
+from bench.pace import PacedAnswer
 from engine.api import SamplingParams
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1 import model_pb2
@@ -28,7 +28,8 @@ _READY = re.compile(r"^ready: data (\S+) admin (\S+)")
 
 
 def with_tokenizer(model: Path, target: Path) -> Path:
-    """The model itself. Of a folder without a tokenizer, one like it with the demo's, filled up with made-up tokens."""
+    """Returns the model itself. Of a folder without a tokenizer, one like it with the demo's, filled up with made-up
+    tokens."""
     if model.is_file() or (model / "tokenizer.json").exists():
         return model
     config = json.loads((model / "config.json").read_text())
@@ -43,9 +44,7 @@ def with_tokenizer(model: Path, target: Path) -> Path:
     return target
 
 
-class Server:
-    """A server that runs, and its processes."""
-
+class RunningServer:
     metadata: tuple[tuple[str, str], ...] = ()  # no token is needed
 
     def __init__(self, address: str, pid: int, seconds: float, admin: str = "") -> None:
@@ -55,11 +54,10 @@ class Server:
         self.pid = pid
 
     def cpu(self) -> float:
-        """Seconds of processor time so far, front and engine."""
+        """Returns seconds of processor time so far, front and engine."""
         return sum(cpu_seconds(pid) for pid in (self.pid, *self._children()))
 
     def relays_cpu(self) -> float:
-        """The same of its relays."""
         relays = [pid for pid in self._children() if b"transport.relays" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return sum(map(cpu_seconds, relays))
 
@@ -68,7 +66,7 @@ class Server:
 
 
 class Remote:
-    """A server that somebody else started, of whose processes nothing is known."""
+    """A foreign server, whose processes are unknown."""
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
@@ -80,8 +78,8 @@ class Remote:
 
 
 @contextmanager
-def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
-    """A server on free ports, until the context ends; of another tree than this one, where that is given."""
+def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[RunningServer]:
+    """Yields a server on free ports, until the context ends; of `tree`, where one is given."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     began = time.monotonic()
@@ -89,7 +87,7 @@ def server(flags: Sequence[str], tree: Path | None = None) -> Iterator[Server]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree) as process:
         try:
             address, admin = _addresses(process)
-            yield Server(address, process.pid, time.monotonic() - began, admin)
+            yield RunningServer(address, process.pid, time.monotonic() - began, admin)
         finally:
             process.terminate()
             process.wait(20)
@@ -104,7 +102,6 @@ def _addresses(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def served_model(address: str, token: str = "") -> model_pb2.Model:
-    """What a server says of its model."""
     make: Any = ModelServiceStub
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(address) as channel:
@@ -114,7 +111,7 @@ def served_model(address: str, token: str = "") -> model_pb2.Model:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process so far, user and system."""
+    """Returns a process's seconds so far, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -123,7 +120,7 @@ STREAM = "/whippet.v1.GenerationService/GenerateStream"
 
 
 def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> bytes:
-    """A streamed answer of exactly so many tokens, as text and ids, straight from the model."""
+    """Makes a request for exactly `tokens` tokens, as text and ids, straight from the model."""
     message = pb.GenerateStreamRequest(token_ids=pb.TokenIds(ids=prompt))
     message.stopping.max_tokens = tokens
     message.stopping.ignore_eos = True
@@ -140,19 +137,18 @@ def request(prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> byt
     return message.SerializeToString()
 
 
-def ask(running: Server | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> Answer:
-    """One answer over a connection of its own."""
+def ask(running: RunningServer | Remote, prompt: Sequence[int], tokens: int, sampling: SamplingParams) -> PacedAnswer:
     payloads: list[tuple[float, bytes]] = []
     marks: list[float] = []
 
-    def on_message(stream: Stream, data: bytes) -> None:
+    def on_message(stream: ReceivedStream, data: bytes) -> None:
         payloads.append((time.monotonic(), data))  # decoded afterwards, out of the way
         if len(payloads) == 1:
             marks.append(running.cpu())
 
     message = request(prompt, tokens, sampling)
     with FrameClient(running.address, time.monotonic, on_message=on_message) as client:
-        answer = Answer(time.monotonic())
+        answer = PacedAnswer(time.monotonic())
         stream = client.streams[client.start(STREAM, message, running.metadata)]
         while client.ended < 1 and client.read():
             pass
@@ -162,6 +158,6 @@ def ask(running: Server | Remote, prompt: Sequence[int], tokens: int, sampling: 
         if count:
             answer.arrivals.append((at, count))
     if stream.status != 0 or answer.tokens != tokens:
-        said = stream.headers.get("grpc-message", "")
-        raise RuntimeError(f"status {stream.status} ({said}), {answer.tokens} of {tokens} tokens came")
+        reason = stream.headers.get("grpc-message", "")
+        raise RuntimeError(f"status {stream.status} ({reason}), {answer.tokens} of {tokens} tokens came")
     return answer

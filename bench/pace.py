@@ -1,5 +1,4 @@
-"""When the tokens of one answer came, and what that says (rate, gaps, use of the processor); and the engine's loop
-without its socket, as benches drive it."""
+"""Derives rates and gaps from the arrivals of one answer's tokens; and drives the engine's loop without its socket."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Answer:
+class PacedAnswer:
     """One answer as its reader saw it. Times are seconds on one clock."""
 
     started: float  # when it was asked for
@@ -28,17 +27,15 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """All that came."""
         return sum(count for _, count in self.arrivals)
 
     @property
     def first(self) -> float:
-        """Seconds to the first token."""
         return self.arrivals[0][0] - self.started
 
     @property
     def seconds(self) -> float:
-        """From the first arrival to the last."""
+        """Seconds from the first arrival to the last."""
         return self.arrivals[-1][0] - self.arrivals[0][0]
 
     @property
@@ -47,7 +44,7 @@ class Answer:
         return (self.tokens - self.arrivals[0][1]) / self.seconds
 
     def gaps(self) -> list[float]:
-        """Seconds a token, for each token after the first arrival: those that came together share their gap."""
+        """Seconds a token, for each token after the first arrival: tokens that arrive together share their gap."""
         found = []
         for (before, _), (at, count) in zip(self.arrivals, self.arrivals[1:], strict=False):
             found += [(at - before) / count] * count
@@ -55,13 +52,12 @@ class Answer:
 
 
 def quantile(values: Items[float], share: float) -> float:
-    """By nearest rank."""
+    """Returns the quantile by nearest rank."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
-def figures(answers: Items[Answer]) -> dict[str, float]:
-    """Of several answers to the same question."""
+def figures(answers: Items[PacedAnswer]) -> dict[str, float]:
     rates = [one.rate for one in answers]
     gaps = [gap for one in answers for gap in one.gaps()]
     return {
@@ -76,7 +72,6 @@ def figures(answers: Items[Answer]) -> dict[str, float]:
 
 
 def first_tokens(times: Items[float]) -> dict[str, float]:
-    """Milliseconds to the first token."""
     return {"ms_p50": round(statistics.median(times) * 1e3, 3), "ms_p95": round(quantile(times, 0.95) * 1e3, 3)}
 
 
@@ -97,7 +92,6 @@ def planner(runner: ModelRunner, pool: PagePool, budget: int = CHUNK) -> Schedul
 
 
 def asked(key: int, prompt: tuple[int, ...], tokens: int, sampling: SamplingParams = GREEDY) -> Sequence:
-    """A request for so many tokens."""
     request = GenerationRequest(
         request_id=str(key),
         token_ids=prompt,

@@ -1,4 +1,5 @@
-"""Whippet beside others on this machine: the same model, the same prompts as token ids, the same lengths, in turns.
+"""Compares Whippet with other servers on this machine: the same model, the same prompts as token ids, the same lengths,
+in turns.
 
     whippet bench peers --model FOLDER --streams 1 8
 
@@ -37,15 +38,13 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Peer(Protocol):
-    """A loaded model."""
-
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """Answers of exactly so many tokens, greedy, all at once."""
+        """Answers all prompts at once with exactly `tokens` tokens, greedily."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How a peer is found, loaded and installed. `open` gets the model, the most streams and the most tokens."""
+class PeerKind:
+    """Finds, loads and installs a peer. `open` gets the model, the most streams and the most tokens."""
 
     name: str
     package: str
@@ -54,7 +53,7 @@ class Kind:
     gguf: bool = False
 
     def missing(self, model: str, gguf: str | None) -> str:
-        """Why it cannot run here; empty where it can."""
+        """Returns why it cannot run here; empty where it can."""
         if self.name == "llama.cpp":
             if gguf is None:
                 return "needs a GGUF file: --gguf FILE"
@@ -66,7 +65,6 @@ class Kind:
         return "needs a folder, not a GGUF file" if self.package != "engine" and Path(model).is_file() else ""
 
     def version(self) -> str:
-        """Returns the installed version."""
         from importlib.metadata import PackageNotFoundError, version
 
         for name in (self.package, self.package.replace("_", "-"), "whippet-serve", "llama-cpp-python"):
@@ -78,7 +76,7 @@ class Kind:
 
 
 class Whippet:
-    """The engine's loop without its socket, as a server would set it up."""
+    """Runs the engine's loop without its socket, as a server would set it up."""
 
     drafts = True
 
@@ -93,7 +91,6 @@ class Whippet:
         gc.freeze()
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         from bench.pace import asked, planner
         from engine.kv.page_pool import PagePool
 
@@ -107,14 +104,15 @@ class Whippet:
         assert count == tokens * len(prompts)
 
 
-class Plain(Whippet):
-    """The same without speculation, which no peer has on by itself."""
+class PlainWhippet(Whippet):
+    """Runs without speculation, which no peer has on by itself."""
 
     drafts = False
 
 
 class Transformers:
-    """`generate` of a batch; all prompts have one length. On a CPU with the type and the threads that are fastest."""
+    """Runs `generate` of a batch; all prompts have one length. On a CPU with the type and the threads that are
+    fastest."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         import torch
@@ -147,7 +145,6 @@ class Transformers:
         return time.monotonic() - began
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         import torch
 
         ids = torch.tensor([list(one) for one in prompts], device=self._device)
@@ -164,8 +161,6 @@ class Transformers:
 
 
 class Vllm:
-    """Its offline API."""
-
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("vllm")
         self._sampling: Any = package.SamplingParams
@@ -179,7 +174,6 @@ class Vllm:
         )
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = self._sampling(
             temperature=0.0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False
         )
@@ -189,8 +183,6 @@ class Vllm:
 
 
 class Sglang:
-    """Its offline engine."""
-
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("sglang")
         self._engine: Any = package.Engine(
@@ -202,13 +194,12 @@ class Sglang:
         )
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         self._engine.generate(input_ids=[list(one) for one in prompts], sampling_params=sampling)
 
 
 class NanoVllm:
-    """Its only API. It has no greedy choice: a temperature near zero takes the likeliest token."""
+    """Uses the only API. It has no greedy choice: a temperature near zero takes the likeliest token."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("nanovllm")
@@ -216,13 +207,12 @@ class NanoVllm:
         self._llm: Any = package.LLM(model, enforce_eager=False, max_model_len=tokens + 64, max_num_seqs=streams)
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         sampling = self._sampling(temperature=1e-5, max_tokens=tokens, ignore_eos=True)
         self._llm.generate([list(one) for one in prompts], sampling, use_tqdm=False)
 
 
 class LlamaServer:
-    """`llama-server` on loopback, a slot a stream."""
+    """Runs `llama-server` on loopback, a slot a stream."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         self._url = f"http://127.0.0.1:{free_port()}"
@@ -245,7 +235,6 @@ class LlamaServer:
             return False
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         list(self._pool.map(lambda one: self._ask(one, tokens), prompts))
 
     def _ask(self, prompt: Sequence[int], tokens: int) -> None:
@@ -257,7 +246,7 @@ class LlamaServer:
 
 
 class LlamaBinding:
-    """The Python binding, which has one stream: several come one after the other."""
+    """Uses the Python binding, which has one stream: several run one after the other."""
 
     def __init__(self, model: str, streams: int, tokens: int) -> None:
         package: Any = importlib.import_module("llama_cpp")
@@ -265,7 +254,6 @@ class LlamaBinding:
         self._llama: Any = package.Llama(model, n_ctx=tokens + 64, n_threads=threads, n_gpu_layers=-1, verbose=False)
 
     def generate(self, prompts: Prompts, tokens: int) -> None:
-        """See `Peer`."""
         for prompt in prompts:
             self._llama.reset()
             self._llama.eval(list(prompt))
@@ -279,16 +267,16 @@ def _llama(model: str, streams: int, tokens: int) -> Peer:
     return (LlamaServer if shutil.which("llama-server") else LlamaBinding)(model, streams, tokens)
 
 
-KINDS: Mapping[str, Kind] = {
+KINDS: Mapping[str, PeerKind] = {
     one.name: one
     for one in (
-        Kind("whippet", "engine", "", Whippet),
-        Kind("whippet-without-drafts", "engine", "", Plain),
-        Kind("transformers", "transformers", "pip install transformers", Transformers),
-        Kind("vllm", "vllm", "pip install vllm, in an environment with the torch that it names", Vllm),
-        Kind("sglang", "sglang", "pip install 'sglang[all]'", Sglang),
-        Kind("nano-vllm", "nanovllm", "pip install git+https://github.com/GeeeekExplorer/nano-vllm", NanoVllm),
-        Kind(
+        PeerKind("whippet", "engine", "", Whippet),
+        PeerKind("whippet-without-drafts", "engine", "", PlainWhippet),
+        PeerKind("transformers", "transformers", "pip install transformers", Transformers),
+        PeerKind("vllm", "vllm", "pip install vllm, in an environment with the torch that it names", Vllm),
+        PeerKind("sglang", "sglang", "pip install 'sglang[all]'", Sglang),
+        PeerKind("nano-vllm", "nanovllm", "pip install git+https://github.com/GeeeekExplorer/nano-vllm", NanoVllm),
+        PeerKind(
             "llama.cpp",
             "llama_cpp",
             "put llama-server into the path, or pip install llama-cpp-python",
@@ -299,16 +287,14 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-class Process:
-    """A peer in a process of its own."""
-
-    def __init__(self, kind: Kind, model: str, streams: int, tokens: int, vocabulary: int) -> None:
+class PeerProcess:
+    def __init__(self, kind: PeerKind, model: str, streams: int, tokens: int, vocabulary: int) -> None:
         words = [sys.executable, "-m", "bench.peers", "worker", kind.name, model]
         words += [str(number) for number in (streams, tokens, vocabulary)]
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def take(self) -> float:
-        """Seconds that it says. Raises RuntimeError."""
+        """Returns the seconds that it reports. Raises RuntimeError."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("bench: "):
@@ -316,14 +302,13 @@ class Process:
         raise RuntimeError("it ended")
 
     def seconds(self, streams: int, prompt: int, tokens: int, number: int) -> float:
-        """Of so many answers at once. Raises RuntimeError."""
+        """Returns the seconds of `streams` answers at once. Raises RuntimeError."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([streams, prompt, tokens, number]) + "\n")
         self._process.stdin.flush()
         return self.take()
 
     def close(self) -> None:
-        """Ends the peer's process."""
         self._process.terminate()
         try:
             self._process.communicate(timeout=10)
@@ -333,7 +318,7 @@ class Process:
 
 
 def prompts(streams: int, length: int, number: int, vocabulary: int) -> list[list[int]]:
-    """The same for every peer. Never one of the first three ids, which models give a meaning."""
+    """Returns the same prompts for every peer. Never one of the first three ids, which models give a meaning."""
     room = vocabulary - 3
     return [
         [3 + (number * 7919 + row * 104_729 + place * place * 31 + place) % room for place in range(length)]
@@ -357,7 +342,6 @@ def worker(name: str, model: str, *numbers: str) -> None:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(
         prog="whippet bench peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -378,7 +362,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Measures all that are installed, and prints the table."""
     given = arguments(argv)
     absent: dict[str, str] = {}
     rates: dict[str, list[float]] = {}
@@ -415,16 +398,15 @@ def command(argv: Sequence[str] | None = None) -> Result:
     return Result("peers", {**vars(given), "model": Path(given.model).name}, figures, samples)
 
 
-def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, Process]:
-    """All that are installed, loaded one after the other."""
-    running: dict[str, Process] = {}
+def _started(given: argparse.Namespace, stack: ExitStack, absent: dict[str, str]) -> dict[str, PeerProcess]:
+    running: dict[str, PeerProcess] = {}
     for name in given.peers:
         kind = KINDS[name]
         if why := kind.missing(given.model, given.gguf):
             absent[name] = why
             continue
         model = given.gguf if kind.gguf else given.model
-        process = Process(kind, model, max(given.streams), given.prompt + given.tokens, given.vocabulary)
+        process = PeerProcess(kind, model, max(given.streams), given.prompt + given.tokens, given.vocabulary)
         stack.callback(process.close)
         try:
             print(f"{name}: loaded in {process.take():.1f} s", flush=True)

@@ -1,5 +1,5 @@
-"""What shared prefixes save: time to first token, hits on a trace by capacity, and what the gate decides. Tables, and
-one JSON line.
+"""Measures what shared prefixes save: time to first token, hits on a trace by capacity, and the gate's decisions.
+Tables, and one JSON line.
 
     python -m bench.prefix --model models/demo --trace mooncake_conversation.jsonl.gz
 
@@ -57,18 +57,16 @@ LLAMA_8B = 131_072  # bytes of keys and values a token, of Llama 3.1 8B in bfloa
 
 
 class DevicePages:
-    """The engine's own index as a `bench.replay` prefix index: each block of the trace is a page."""
+    """Adapts the engine's own index to a `bench.replay` prefix index: each block of the trace is a page."""
 
     def __init__(self, capacity: int) -> None:
         self._pool = PagePool(capacity)
         self._index = PrefixIndex(self._pool)
 
     def match(self, blocks: Items[int]) -> int:
-        """How many leading blocks are held."""
         return len(self._index.find(self._sequence(blocks)))
 
     def insert(self, blocks: Items[int]) -> None:
-        """Runs a sequence that computes them all and ends."""
         sequence = self._sequence(blocks[: self._pool.total])
         self._index.begin(sequence, self._index.find(sequence))
         whole = len(sequence.token_ids) // PAGE_SIZE
@@ -79,13 +77,13 @@ class DevicePages:
 
     @staticmethod
     def _sequence(blocks: Items[int]) -> Sequence:
-        """One page a block, and one token after them."""
+        """Makes one page a block, and one token after them."""
         ids = [block for block in blocks for _ in range(PAGE_SIZE)]
         return Sequence(plain_request((*ids, 0)), [*ids, 0])
 
 
-class Engine:
-    """The engine's loop without its socket, in the state of a process that has just started."""
+class PrefixEngine:
+    """Runs the engine's loop without its socket, in the state of a process that has just started."""
 
     def __init__(self, runner: ModelRunner, tier: BlockSettings | None, prefixes: bool = True) -> None:
         self.runner = runner
@@ -105,7 +103,7 @@ class Engine:
         self._keys = 0
 
     def ask(self, token_ids: tuple[int, ...], tokens: int = 2) -> tuple[float, int, tuple[int, ...]]:
-        """Seconds to the first token, cached tokens, answer."""
+        """Returns seconds to the first token, cached tokens, answer."""
         self._keys += 1
         begun = time.perf_counter()
         request = plain_request(token_ids, tokens)
@@ -138,7 +136,7 @@ class Engine:
 
 
 def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSettings) -> dict[str, Any]:
-    """The three ways to a first token, one after the other in each round."""
+    """Measures the three ways to a first token, one after the other in each round."""
     settings = EngineSettings(model=model, device="cpu", threads=threads)
     rng = random.Random(1)
     vocabulary = build(settings, _quiet).info.vocab_size
@@ -148,8 +146,8 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
     for _ in range(rounds):
         shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
         runner = build(settings, _quiet)
-        first = Engine(runner, redis)
-        whole = Engine(runner, None, prefixes=False)
+        first = PrefixEngine(runner, redis)
+        whole = PrefixEngine(runner, None, prefixes=False)
         _warm(whole, rng, vocabulary)
         _warm(first, rng, vocabulary)
         asked = [(*shared, *(rng.randrange(3, vocabulary) for _ in range(QUESTION))) for _ in range(3)]
@@ -160,7 +158,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
         taken["device"].append(seconds)
         first.settle()
         first.close()
-        second = Engine(build(settings, _quiet), redis)
+        second = PrefixEngine(build(settings, _quiet), redis)
         _warm(second, rng, vocabulary)
         seconds, cached["redis, after a restart"], fetched = second.ask(asked[2])
         taken["redis, after a restart"].append(seconds)
@@ -186,7 +184,7 @@ def first_tokens(model: str, rounds: int, threads: int | None, redis: BlockSetti
     }
 
 
-def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
+def _warm(engine: PrefixEngine, rng: random.Random, vocabulary: int) -> None:
     """Warms up with other prompts of the same lengths, so that no variant pays for first calls."""
     shared = tuple(rng.randrange(3, vocabulary) for _ in range(SHARED))
     for _ in range(3):
@@ -194,17 +192,19 @@ def _warm(engine: Engine, rng: random.Random, vocabulary: int) -> None:
     engine.settle()
 
 
-def decisions(gate: dict[str, Any], told: Items[int]) -> list[dict[str, Any]]:
-    """The gate's decision for 512 tokens at the measured link, by prefill rate."""
+def decisions(gate: dict[str, Any], rates: Items[int]) -> list[dict[str, Any]]:
+    """Returns the gate's decision for 512 tokens at the measured link, by prefill rate."""
     found = []
     for token_bytes in (gate["token_bytes"], LLAMA_8B):
-        for rate in (gate["prefill_tokens_per_second"], *told):
-            judge = FetchGate(token_bytes, 128)
-            judge.answered(gate["round_trip_seconds"] or 0.0)
-            judge.fetched(int(gate["link_bytes_per_second"]), 1.0 + (gate["round_trip_seconds"] or 0.0))
-            judge.computed(int(rate), 1.0)
-            said = judge.decide(SHARED)
-            found.append({"token_bytes": token_bytes, "prefill_tokens_per_second": round(rate), "fetch": said.fetch})
+        for rate in (gate["prefill_tokens_per_second"], *rates):
+            gate_of_rate = FetchGate(token_bytes, 128)
+            gate_of_rate.answered(gate["round_trip_seconds"] or 0.0)
+            gate_of_rate.fetched(int(gate["link_bytes_per_second"]), 1.0 + (gate["round_trip_seconds"] or 0.0))
+            gate_of_rate.computed(int(rate), 1.0)
+            decision = gate_of_rate.decide(SHARED)
+            found.append(
+                {"token_bytes": token_bytes, "prefill_tokens_per_second": round(rate), "fetch": decision.fetch}
+            )
     return found
 
 
@@ -221,13 +221,11 @@ def trace(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def shared() -> Iterator[BlockSettings]:
-    """A Redis and a key file of its own."""
     with tempfile.TemporaryDirectory() as folder, redis_server() as redis:
         yield BlockSettings(redis=RedisSettings(url=redis.url), key_file=write_keys(Path(folder) / "keys"))
 
 
 def report(line: dict[str, Any]) -> None:
-    """The tables."""
     first = line["first_token"]
     print(f"{'first token, ms':28} {'median':>8} {'faster':>8} {'cached':>7}")
     for name, value in first["milliseconds"].items():
@@ -240,13 +238,12 @@ def report(line: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, help="the engine's; its own choice by default")
     parser.add_argument("--trace", type=Path, help="of blocks, in Mooncake's format")
-    parser.add_argument("--told", type=int, nargs="*", default=[25_000], help="prefill rates to tell the gate")
+    parser.add_argument("--rates", type=int, nargs="*", default=[25_000], help="prefill rates for the gate")
     arguments = parser.parse_args()
     with shared() as redis:
         first = first_tokens(arguments.model, arguments.rounds, arguments.threads, redis)
@@ -257,7 +254,7 @@ def main() -> None:
         "settings": {"model": Path(arguments.model).name, "shared": SHARED, "question": QUESTION},
         "rounds": arguments.rounds,
         "first_token": first,
-        "gate": decisions(first["gate"], arguments.told),
+        "gate": decisions(first["gate"], arguments.rates),
         "trace": [] if arguments.trace is None else trace(arguments.trace),
     }
     report(line)
@@ -265,7 +262,7 @@ def main() -> None:
 
 
 def _quiet(stage: str, done: int, total: int) -> None:
-    """Drops counts."""
+    pass
 
 
 COUNT = 64
@@ -278,7 +275,7 @@ Taken = Callable[[int, memoryview], None]  # a sealed value that arrived, by its
 
 
 class Ours:
-    """As `RedisBlocks` does it: the next value is asked for before this one is read, into one buffer."""
+    """Reads as `RedisBlocks` does: the next value is requested before this one is read, into one buffer."""
 
     def __init__(self, url: str) -> None:
         self._link = connect(RedisSettings(url=url), time.monotonic() + PATIENCE)
@@ -298,7 +295,7 @@ class Ours:
 
 
 class Library:
-    """redis-py with hiredis: one value a command, or all in one MGET or pipeline."""
+    """Uses redis-py with hiredis: one value a command, or all in one MGET or pipeline."""
 
     def __init__(self, url: str, way: str, read_size: int) -> None:
         self._client = Redis.from_url(url, protocol=2, socket_timeout=PATIENCE, socket_read_size=read_size)

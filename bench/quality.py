@@ -1,4 +1,5 @@
-r"""What quantizing costs, in one table: folders made by any quantizer, and rounding to nearest, against their base.
+r"""Measures what quantizing costs, in one table: folders made by any quantizer, and rounding to nearest, against their
+base.
 
     python -m bench.quality --base models/demo --text held-out.txt --nearest 32 64 128 \
         --folders ours-32=OUT theirs-32=OTHER
@@ -46,7 +47,7 @@ HEAD = f"{'':<16} {'perplexity':>10} {'change':>8} {'95 %':>18} {'KL':>8} {'top-
 
 
 def nearest(base: Path, out: Path, group: int) -> Path:
-    """`base` with every linear of its layers rounded to nearest, in the layout that `quant` reads."""
+    """Rounds every linear of `base`'s layers to nearest, in the layout that `quant` reads."""
     source, decoder = Checkpoint(base), Decoder.open(base)
     packed = {
         f"{layer_prefix(i)}.{name}" for i in range(decoder.config.layers) for name in layer_linears(decoder.config)
@@ -68,7 +69,6 @@ def nearest(base: Path, out: Path, group: int) -> Path:
 
 
 def line(name: str, found: Evaluation) -> str:
-    """One row of the table."""
     against = found.comparison
     if against is None:
         return f"{name:<16} {found.perplexity:10.3f}"
@@ -90,7 +90,6 @@ def folders(options: argparse.Namespace, work: Path) -> Iterator[tuple[str, Path
 
 
 def main() -> None:
-    """Measures one after another."""
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
@@ -123,7 +122,7 @@ def read(parts: Parts, ids: torch.Tensor) -> torch.Tensor:
 
 
 def opened(given: argparse.Namespace, kept: KvDtype, quantization: Quantization = "auto") -> Parts:
-    """The model that keeps them so."""
+    """Opens the model with keys and values of type `kept`."""
     settings = EngineSettings(
         model=str(given.model),
         device=given.device,
@@ -137,7 +136,7 @@ def opened(given: argparse.Namespace, kept: KvDtype, quantization: Quantization 
 
 
 def windows_of(model: Path, length: int, most: int) -> torch.Tensor:
-    """int64 [windows, length]."""
+    """Shape: int64 [windows, length]."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ids = [token for text in texts.modules().values() for token in tokenizer.encode(text).ids]
     count = min(most, len(ids) // length)
@@ -145,7 +144,7 @@ def windows_of(model: Path, length: int, most: int) -> torch.Tensor:
 
 
 def largest(parts: Parts) -> list[float]:
-    """Of the keys and of the values of the last window."""
+    """Returns the largest of the keys and of the values of the last window."""
     layers = range(parts.pool.shape.layers)
     pages = torch.arange(parts.pool.pages, device=parts.model.placement.device)
     return [max(float(parts.pool.gather(layer, pages)[part].abs().max()) for layer in layers) for part in (0, 1)]
@@ -158,8 +157,8 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """What fewer bits cost this model, each made while loading: perplexity of text that it never saw, the distance from
-    its own distribution, and how often the likeliest token is the same."""
+    """Measures what fewer bits cost this model, each made while loading: perplexity of text that it never saw, the
+    distance from its own distribution, and how often the likeliest token is the same."""
     parser = argparse.ArgumentParser(prog="whippet bench quality", description=summary(command))
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo", help="a folder with tokenizer.json")
     parser.add_argument("--device", choices=get_args(Device), default="auto")
@@ -184,7 +183,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def distance(base: Parts, other: Parts, windows: torch.Tensor) -> dict[str, Any]:
-    """Of two forms of one model, over the same windows."""
+    """Measures the distance of two forms of one model, over the same windows."""
     losses: list[list[float]] = [[], []]
     kl = same = 0.0
     with torch.inference_mode():
@@ -206,7 +205,7 @@ def distance(base: Parts, other: Parts, windows: torch.Tensor) -> dict[str, Any]
 
 
 def kept_main(argv: Sequence[str] | None = None) -> int:
-    """What it costs in quality to keep keys and values as fp8: a trained model reads text that it never saw, twice.
+    """Measures what fp8 keys and values cost in quality: a trained model reads text that it never saw, twice.
 
         python -m bench.quality kept --model models/demo
 

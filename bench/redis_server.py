@@ -28,7 +28,7 @@ _given: set[int] = set()  # by this process, which may not listen there yet
 
 
 def free_port() -> int:
-    """One of the loopback that nobody listens on; never the same twice."""
+    """Returns an unused port of the loopback; never the same twice."""
     for port in random.SystemRandom().sample(_OURS, _TRIES):
         if port in _given:
             continue
@@ -43,14 +43,13 @@ def free_port() -> int:
 
 
 def write_keys(path: Path) -> Path:
-    """Writes a key file with one random key."""
     path.write_text(f"names {secrets.token_hex(32)}\nfirst {secrets.token_hex(32)}\n")
     return path
 
 
 @dataclass
 class RedisServer:
-    """A redis-server on the loopback that keeps nothing on disk; it may be stopped and started again."""
+    """Runs a redis-server on the loopback that keeps nothing on disk; it may be stopped and started again."""
 
     folder: Path
     port: int = field(default_factory=free_port)
@@ -59,7 +58,6 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """URL of its first database."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> RedisServer:
@@ -92,7 +90,6 @@ class RedisServer:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Continues after `pause`."""
         self._signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -109,7 +106,7 @@ class RedisServer:
         self.process.send_signal(what)
 
     def command(self, *words: str | bytes) -> bytes:
-        """One command over a plain socket, so that tests depend on no client."""
+        """Sends one command over a plain socket, so that tests depend on no client."""
         raw = [word.encode() if isinstance(word, str) else word for word in words]
         request = b"*%d\r\n" % len(raw) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in raw)
         with socket.create_connection(("127.0.0.1", self.port), 5) as link:
@@ -120,17 +117,15 @@ class RedisServer:
             return answer
 
     def keys(self, pattern: str) -> list[str]:
-        """Names that match; none may contain a line end."""
+        """Returns matching names; none may contain a line end."""
         return [line.decode() for line in self.command("KEYS", pattern).split(b"\r\n")[2::2]]
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
         return self.command("GET", key).split(b"\r\n", 1)[1][:-2]
 
 
 @contextmanager
 def redis_server() -> Iterator[RedisServer]:
-    """A server for the length of a `with` block."""
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder)).start()
         try:
@@ -140,7 +135,7 @@ def redis_server() -> Iterator[RedisServer]:
 
 
 class Proxy:
-    """Between client and server: passes, delays, stalls, or cuts the answer after so many bytes."""
+    """Stands between client and server: passes, delays, stalls, or cuts the answer after a number of bytes."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -153,17 +148,14 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """URL of the first database behind it."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     async def start(self) -> Proxy:
-        """Listens on a free port."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
     async def stop(self) -> None:
-        """Closes all connections."""
         if self._server is not None:
             self._server.close()
         for task in list(self._tasks):
@@ -201,7 +193,7 @@ class Proxy:
 
 @contextmanager
 def proxy_in_thread(target: int) -> Iterator[Proxy]:
-    """A proxy on an event loop in a thread, for callers that block."""
+    """Runs a proxy on an event loop in a thread, for callers that block."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -1,4 +1,5 @@
-"""`whippet cache replay`: runs traces through the caches and prints what they would have saved, and how often wrongly.
+"""Implements `whippet cache replay`: runs traces through the caches and prints what they would have saved, and how
+often wrongly.
 
 Nothing leaves this process: the stores are in memory, and questions are answered with their own labels.
 """
@@ -33,7 +34,7 @@ from cache.api import (
     ResponseSettings,
     SemanticCache,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
 )
 from cache.open.counters import Counters
 from cache.seal.context import CacheContext
@@ -176,7 +177,7 @@ class HitReport:
     hits: dict[str, int]  # verdict → count
     wrong: dict[str, int]
     outcomes: dict[str, int]  # every verdict, hits or not
-    latency: dict[str, tuple[int, float, float]]  # up to so many tokens → count, p50, p95 in seconds
+    latency: dict[str, tuple[int, float, float]]  # most tokens → count, p50, p95 in seconds
 
     @property
     def rate(self) -> float:
@@ -184,13 +185,13 @@ class HitReport:
 
     @property
     def false_rate(self) -> tuple[float, float, float]:
-        """Share of false hits among the hits, with the bounds of its 95 % interval."""
+        """Returns the share of false hits among the hits, with the bounds of its 95 % interval."""
         hits, wrong = sum(self.hits.values()), sum(self.wrong.values())
         return (wrong / hits if hits else 0.0, *interval(wrong, hits))
 
 
 def interval(count: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share."""
+    """Computes Wilson's interval of a share."""
     if total == 0:
         return 0.0, 1.0
     share = count / total
@@ -223,10 +224,10 @@ async def replay_exact(requests: Iterable[TraceRequest], cache: ResponseCache) -
 
 
 async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, embedder: Embedder) -> HitReport:
-    """Each question once, by several callers in turn; its answer is its label, so that a hit on another label is a
+    """Asks each question once, by several callers in turn; its answer is its label, so that a hit on another label is a
     false one.
 
-    In shadow mode what would have been served counts as a hit. Every miss is generated, observed and stored.
+    In shadow mode a hit that would have been served counts as a hit. Every miss is generated, observed and stored.
     """
     hits: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
@@ -234,7 +235,7 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
     taken: dict[str, list[float]] = {}
     for number, question in enumerate(questions):
         asked = _question(tuple(question.text.encode()))
-        turn = Turn(question=asked, context=b"", text=question.text, greedy=True, caller=str(number % CALLERS))
+        turn = SemanticTurn(question=asked, context=b"", text=question.text, greedy=True, caller=str(number % CALLERS))
         begun = time.perf_counter()
         found = await cache.lookup(turn, Allowance(PATIENT))
         _bucket(taken, embedder.tokens(question.text)).append(time.perf_counter() - begun)
@@ -257,7 +258,7 @@ async def replay_semantic(questions: Iterable[Labelled], cache: SemanticCache, e
 
 
 def replay_cosine(questions: Iterable[Labelled], embedder: Embedder, threshold: float) -> HitReport:
-    """What a static threshold would do, to compare with. Brute force."""
+    """Measures a static threshold, to compare with. Brute force."""
     rows: list[np.ndarray[Any, np.dtype[np.float32]]] = []
     intents: list[str] = []
     hits = wrong = lookups = 0
@@ -280,7 +281,6 @@ def replay_cosine(questions: Iterable[Labelled], embedder: Embedder, threshold: 
 
 
 def lines(name: str, report: HitReport) -> list[str]:
-    """The report as lines of text."""
     share, low, high = report.false_rate
     found = [f"{name}: {report.lookups} lookups, {100 * report.rate:.2f} % hits"]
     for kind, count in sorted(report.hits.items()):
@@ -313,17 +313,18 @@ def _summary(times: list[float]) -> tuple[int, float, float]:
     return len(ordered), ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-class PrefixIndex(Protocol):
+class ReplayIndex(Protocol):
     """Finds and keeps prefixes: `LruBlocks` here, the engine's own index in `bench.prefix`."""
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks are held."""
+        pass
 
     def insert(self, blocks: Sequence[int]) -> None: ...
 
 
 class LruBlocks:
-    """At most `capacity` blocks. The least recently used leaf goes first: a block counts as used after its children."""
+    """Holds at most `capacity` blocks. The least recently used leaf goes first: a block counts as used after its
+    children."""
 
     def __init__(self, capacity: int | None) -> None:
         self._capacity = capacity
@@ -347,8 +348,6 @@ class LruBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixReport:
-    """Result for one trace and one capacity."""
-
     requests: int
     blocks: int
     hits: int
@@ -356,18 +355,16 @@ class PrefixReport:
 
     @property
     def rate(self) -> float:
-        """Share of blocks that were found."""
         return self.hits / self.blocks if self.blocks else 0.0
 
     @property
     def rate_beyond_head(self) -> float:
-        """The same without the first block of each request, where all requests share it."""
+        """Returns the rate without the first block of each request, where all requests share it."""
         rest = self.blocks - self.requests if self.shared_head else self.blocks
         return (self.hits - self.shared_head) / rest if rest else 0.0
 
 
-def replay_prefix(requests: Sequence[TraceRequest], index: PrefixIndex) -> PrefixReport:
-    """One request after the other: matched, then inserted."""
+def replay_prefix(requests: Sequence[TraceRequest], index: ReplayIndex) -> PrefixReport:
     heads = {request.blocks[0] for request in requests if request.blocks}
     hits = head_hits = blocks = 0
     for request in requests:

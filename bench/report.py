@@ -1,4 +1,5 @@
-"""One page of a folder of results: HTML with its pictures inside, nothing foreign; and PNGs where matplotlib is.
+"""Renders a folder of results as one page: HTML with its pictures inside, nothing foreign; and PNGs where matplotlib
+is.
 
 whippet bench report whippet-bench
 """
@@ -16,14 +17,15 @@ from bench.result import load
 
 Lines = Mapping[str, Sequence[float | None]]
 _WIDE, _HIGH, _LEFT, _FOOT = 540, 260, 64, 46
-# Told apart by those who see colours otherwise too; each line has its own dashes as well.
+# Distinct for readers who see colours otherwise too; each line has its own dashes as well.
 _COLOURS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#6e7781")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4")
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture of a section: lines over `across`, or bars where `bars`. `bounds` are low and high of each value."""
+    """Describes a section's picture: lines over `across`, or bars where `bars`. `bounds` are low and high of each
+    value."""
 
     title: str
     unit: str
@@ -34,7 +36,6 @@ class Chart:
 
     @property
     def most(self) -> float:
-        """Returns the largest of all values."""
         values = [value for line in self.lines.values() for value in line if value is not None]
         values += [high for line in (self.bounds or {}).values() for _, high in line]
         return max(values, default=0.0) or 1.0
@@ -42,8 +43,6 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Describes a section of the page."""
-
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[object]]
@@ -55,7 +54,6 @@ class Section:
 
 
 def decode(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Rates against the roofline, and memory."""
     for arm, title in (("engine", "One stream, in the engine"), ("served", "One stream, through gRPC")):
         if arm not in figures:
             continue
@@ -106,7 +104,6 @@ def _memory(found: Mapping[str, Any]) -> Section:
 
 
 def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows load against latency."""
     loads = figures["loads"]
     head = ["load", "tokens/s", "requests/s", "first token, ms, p50", "p95", "p99", "a token, ms, p95", "errors"]
     keys = ("output_tokens_per_second", "requests_per_second", "ttft_ms_p50", "ttft_ms_p95", "ttft_ms_p99")
@@ -129,7 +126,6 @@ def serve(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows throughput."""
     loads = figures["loads"]
     rows = [[one["workload"], one["output_tokens_per_second"], one["ttft_ms_p95"], one["errors"]] for one in loads]
     rate = {"tokens/s": [one["output_tokens_per_second"] for one in loads]}
@@ -139,7 +135,6 @@ def offline(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def speculation(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Acceptance, and what it is worth."""
     found = figures["sets"]
     head = ["prompts", "with drafts, tokens/s", "without", "times", "accepted of proposed", "acceptance", "same ids"]
     rows = [
@@ -167,7 +162,6 @@ def speculation(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def cache(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Hits with their error, and what they save."""
     rows: list[Sequence[object]] = [[name, one["p50"], one["p95"]] for name, one in figures["ms"].items()]
     times = {share: [one[share] for one in figures["ms"].values()] for share in ("p50", "p95")}
     charts = [Chart("Time by where it comes from", "ms", list(figures["ms"]), times, bars=True)]
@@ -194,7 +188,6 @@ def cache(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def quality(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows what fewer bits cost."""
     rows: list[Sequence[object]] = []
     for name, one in figures["forms"].items():
         if "left_out" in one:
@@ -230,7 +223,6 @@ def start(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows each optimisation's own gain."""
     found = figures["rungs"]
     rows = [[one["rung"], one["tokens_per_second"], f"{one['gain']:.2f}", f"{one['total']:.2f}"] for one in found]
     lines = {"tokens/s": [one["tokens_per_second"] for one in found]}
@@ -244,7 +236,6 @@ def ladder(figures: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def peers(figures: Mapping[str, Any]) -> Iterator[Section]:
-    """Shows this engine beside others."""
     found = figures["rows"]
     rows: list[Sequence[object]] = [
         [one["peer"], one["tokens_per_second"], one["first_ms"], one["whippet_times"]] for one in found
@@ -257,7 +248,7 @@ def peers(figures: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Peers", head, rows, [chart], notes)
 
 
-SHOWN = {
+SECTIONS = {
     one.__name__: one for one in (decode, serve, offline, ladder, peers, speculation, cache, quality, steps, start)
 }
 
@@ -266,9 +257,9 @@ SHOWN = {
 
 
 def sections(records: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Of all results that there is something to show of, in the page's order."""
+    """Returns sections of all results that can be drawn, in the page's order."""
     by_name = {record["bench"]: record for record in records}
-    return [one for name, show in SHOWN.items() if name in by_name for one in show(by_name[name]["figures"])]
+    return [one for name, show in SECTIONS.items() if name in by_name for one in show(by_name[name]["figures"])]
 
 
 def write(folder: Path) -> Path:
@@ -282,7 +273,6 @@ def write(folder: Path) -> Path:
 
 
 def page(records: Sequence[Mapping[str, Any]], found: Sequence[Section]) -> str:
-    """The whole HTML."""
     about = {f"{one['device']} · {one['revision']}" for one in records}
     models = {str(one["settings"].get("model")) for one in records} - {"None"}
     links = "".join(f'<li><a href="#s{n}">{_safe(one.title)}</a></li>' for n, one in enumerate(found))
@@ -331,7 +321,7 @@ def _section(number: int, one: Section) -> str:
 
 
 def svg(chart: Chart) -> str:
-    """A picture for both colour schemes: text and grid take the page's colours."""
+    """Draws a picture for both colour schemes: text and grid take the page's colours."""
     right, bottom, roof = _WIDE - 12, _HIGH - _FOOT, 34
     most, found = chart.most, list[str]()
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -343,8 +333,8 @@ def svg(chart: Chart) -> str:
     for number, (place, name) in enumerate(zip(places, chart.across, strict=True)):
         low = 16 + 13 * (number % 2 if room < 120 else 0)
         most_letters = int(2 * room / 6 if room < 120 else room / 6)
-        shown = name if len(name) <= most_letters else name[: most_letters - 1] + "…"
-        found.append(f'<text x="{place:.1f}" y="{bottom + low}" text-anchor="middle">{_safe(shown)}</text>')
+        short = name if len(name) <= most_letters else name[: most_letters - 1] + "…"
+        found.append(f'<text x="{place:.1f}" y="{bottom + low}" text-anchor="middle">{_safe(short)}</text>')
     for number, (line, values) in enumerate(chart.lines.items()):
         draw = _bars if chart.bars else _line
         found += draw(chart, number, line, values, places, room, lambda v: bottom - (bottom - roof) * v / most)
@@ -388,7 +378,7 @@ def _bars(
 
 
 def pictures(folder: Path, found: Sequence[Section]) -> list[Path]:
-    """The same as PNGs, where matplotlib is installed."""
+    """Writes PNGs, where matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:
@@ -416,13 +406,13 @@ def pictures(folder: Path, found: Sequence[Section]) -> list[Path]:
 def _plotted(axes: Any, chart: Chart) -> None:
     count = len(chart.lines)
     for number, (line, values) in enumerate(chart.lines.items()):
-        shown = [float("nan") if value is None else value for value in values]
+        heights = [float("nan") if value is None else value for value in values]
         if not chart.bars:
-            axes.plot(list(chart.across), shown, marker="o", label=line, color=_colour(number))
+            axes.plot(list(chart.across), heights, marker="o", label=line, color=_colour(number))
             continue
         wide = 0.8 / count
         places = [at + wide * (number - (count - 1) / 2) for at in range(len(chart.across))]
-        axes.bar(places, shown, wide, label=line, color=_colour(number))
+        axes.bar(places, heights, wide, label=line, color=_colour(number))
         axes.set_xticks(range(len(chart.across)), list(chart.across), rotation=15)
 
 

@@ -1,4 +1,4 @@
-"""What a bench hands back: one form for all of them, with the commit, a hash of the measured code and the machine."""
+"""Gives all benches' results one form, with the commit, a hash of the measured code and the machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measured_code(bench: str) -> tuple[str, ...]:
 
 
 def code_hash(bench: str, root: Path = ROOT) -> str:
-    """Of all code that a bench measures, names included: 12 hexadecimal digits. Comments count."""
+    """Hashes all code that a bench measures, names included: 12 hexadecimal digits. Comments count."""
     files: dict[str, bytes] = {}
     for name in measured_code(bench):
         paths = [root / name] if (root / name).is_file() else sorted((root / name).rglob("*"))
@@ -46,7 +46,6 @@ def code_hash(bench: str, root: Path = ROOT) -> str:
 
 
 def digest(files: Mapping[str, bytes]) -> str:
-    """Hashes files by name and content."""
     found = hashlib.sha256()
     for name, content in sorted(files.items()):
         found.update(f"{name}\0{len(content)}\0".encode() + content)
@@ -55,14 +54,14 @@ def digest(files: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One figure, measured once a round: what a comparison draws from."""
+    """One figure, measured once a round, for comparisons."""
 
     unit: str
     values: tuple[float, ...]
 
     @property
     def less_is_better(self) -> bool:
-        """Rates are good when high, times and bytes when low."""
+        """Whether lower is better: rates are good when high, times and bytes when low."""
         return not (self.unit.endswith("/s") or self.unit == "share")
 
 
@@ -78,7 +77,6 @@ class Result:
     device: str = ""  # where it is another machine's
 
     def record(self) -> dict[str, Any]:
-        """As a line of JSON and as files have it."""
         return {
             "bench": self.bench,
             "revision": self.revision or revision(),
@@ -105,7 +103,7 @@ def finish(result: Result, output: Path | None = None) -> int:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A result that `finish` wrote. Raises ValueError."""
+    """Loads a result that `finish` wrote. Raises ValueError."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -117,7 +115,8 @@ def load(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def revision(tree: Path = ROOT) -> str:
-    """The commit, with a mark where the tree differs from it; the version of an installed wheel, which has no git."""
+    """Returns the commit, with a mark where the tree differs from it; the version of an installed wheel, which has no
+    git."""
     if not (tree / ".git").exists():
         return _version() if tree == ROOT else ""
     try:
@@ -136,7 +135,6 @@ def _version() -> str:
 
 
 def device() -> str:
-    """The GPU, or the processor with its cores."""
     if gpu := _gpu():
         return gpu
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -153,7 +151,7 @@ def _gpu() -> str:
 
 
 def gpu_bytes(pid: int | None = None) -> int | None:
-    """Bytes of GPU memory that the driver counts for a process, or for all; None where it does not say."""
+    """Returns the driver's count of GPU memory for a process, or for all; None where it has none."""
     if pid is None:
         return _mebibytes([used for (used,) in _smi("--query-gpu=memory.used")])
     return _mebibytes([used for one, used in _smi("--query-compute-apps=pid,used_memory") if one == str(pid)])
@@ -184,7 +182,7 @@ def run_one_of(default: Callable[..., object] | None, **others: Callable[..., ob
 
 
 def summary(main: Callable[..., object]) -> str | None:
-    """The first line of its docstring, for `--help`."""
+    """Returns the first line of a docstring, for `--help`."""
     return main.__doc__.splitlines()[0] if main.__doc__ else None
 
 

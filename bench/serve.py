@@ -1,13 +1,13 @@
-"""Load over gRPC streams: rates, latencies, refusals, and that each accepted stream ends once.
+"""Loads a server over gRPC streams: rates, latencies, refusals, and that each accepted stream ends once.
 
     python -m bench.serve --model bench/models/qwen3-0.6b --load-format=dummy --workloads n1 n64 n256 mixed256
     python -m bench.serve --target localhost:50051 --rate 5,10,20 --seconds 60 --plot found.svg
 
 Starts a server of its own, which gets all flags that are not ours, or calls one that runs. `--workloads` are those of
-`bench.workloads`, all requests at once; `--concurrency` so many streams, each asking again when it was answered;
+`bench.workloads`, all requests at once; `--concurrency` that many streams, each asking again when it was answered;
 `--rate` Poisson arrivals, and a first token's time counts from when its request was due; `--trace` a block trace at its
 own times. The gates: `--overload 5` asks five times the peak measured just before; `--interactive` runs one stream
-alone and beside a flood of background ones. Callers are processes of their own, whose use of the processor is told.
+alone and beside a flood of background ones. Callers are processes of their own, whose use of the processor is printed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, get_args
 
 import msgspec
 
-from bench.own_server import Server, served_model, server, with_tokenizer
+from bench.own_server import RunningServer, served_model, server, with_tokenizer
 from bench.report import Chart, standalone
 from bench.result import Result, device, finish, revision
 from bench.serving.caller import Crew, crew, soon
-from bench.serving.jobs import Job, Outcome, Wish, outcome, shared_out, watched
+from bench.serving.jobs import LoadJob, LoadOutcome, LoadRequest, machine_counters, outcome, shared_out
 from bench.workloads import Source, append, counts, of_trace, of_workload, poisson, rates, read_prompts
 from engine.settings import LoadFormat
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -39,64 +39,61 @@ _PEAK = 3.0, 20.0  # seconds at least and at most in which the peak is looked fo
 
 
 @dataclass(slots=True)
-class Bench:
-    """A server and its callers."""
-
+class ServeBench:
     crew: Crew
-    server: Server | None
+    server: RunningServer | None
     model: model_pb2.Model
     given: argparse.Namespace
     source: Source
     about: dict[str, object]  # of every record
-    found: list[tuple[str, Outcome]] = field(default_factory=list)
+    found: list[tuple[str, LoadOutcome]] = field(default_factory=list)
 
-    def job(self, wishes: list[Wish], streams: int, seconds: float | None = None, **fields: Any) -> Job:
-        """That begins soon; with `seconds`, over and over until then."""
+    def job(self, requests: list[LoadRequest], streams: int, seconds: float | None = None, **fields: Any) -> LoadJob:
+        """Makes a job that begins soon; with `seconds`, repeated until then."""
         begin = soon()
         vocabulary = self.model.limits.vocab_size
-        return Job(begin, wishes, streams, None if seconds is None else begin + seconds, vocabulary, **fields)
+        return LoadJob(begin, requests, streams, None if seconds is None else begin + seconds, vocabulary, **fields)
 
-    def once(self, wishes: list[Wish], streams: int) -> Outcome:
-        """Each request once, at most so many at a time; 0: each at its own time."""
-        with watched(self.server) as seen:
-            job = self.job(wishes, streams)
+    def once(self, requests: list[LoadRequest], streams: int) -> LoadOutcome:
+        """Runs each request once, at most `streams` at a time; 0: each at its own time."""
+        with machine_counters(self.server) as seen:
+            job = self.job(requests, streams)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen)
 
-    def closed(self, streams: int, seconds: float) -> Outcome:
-        """So many streams, each asking again when it was answered."""
-        with watched(self.server) as seen:
+    def closed(self, streams: int, seconds: float) -> LoadOutcome:
+        """Runs `streams` streams, each asking again when it was answered."""
+        with machine_counters(self.server) as seen:
             job = self.job(self.source.take(max(streams, len(self.source.read))), streams, seconds)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
 
-    def open(self, rate: float, seconds: float) -> Outcome:
-        """So many requests a second, whatever becomes of those before."""
-        with watched(self.server) as seen:
+    def open(self, rate: float, seconds: float) -> LoadOutcome:
+        """Sends `rate` requests a second, whatever becomes of earlier ones."""
+        with machine_counters(self.server) as seen:
             job = self.job(poisson(rate, seconds, self.source, self.given.seed), 0)
             parts = self.crew.run(job)
         return outcome(parts, job.begin, seen, _window(seconds))
 
     @property
     def records(self) -> list[dict[str, object]]:
-        """Of all loads so far, as a file keeps them."""
         return [{**self.about, "workload": load, **found.record()} for load, found in self.found]
 
-    def keep(self, name: str, found: Outcome, **extra: object) -> None:
-        """Says and keeps it, in the file at once: a run that is cut short leaves what it had."""
+    def keep(self, name: str, found: LoadOutcome, **extra: object) -> None:
+        """Prints and saves a load at once, so that an interrupted run keeps what it had."""
         found = replace(found, extra=extra)
         self.found.append((name, found))
         if self.given.append is not None:
             append(self.given.append, self.records[-1:])
         refused = f"  {found.refused} refused, p99 {found.refusal_ms['p99']:.1f} ms" if found.refused else ""
-        told = "".join(f"  {key} {value}" for key, value in extra.items())
+        suffix = "".join(f"  {key} {value}" for key, value in extra.items())
         print(
             f"{name:>12} {found.output_tokens_per_second:10.1f} tok/s {found.requests_per_second:8.2f} req/s"
             f"  first token p95 {found.ttft_ms.get('p95', 0):.1f} ms, a token p95 {found.tpot_ms.get('p95', 0):.2f} ms"
             f"  {found.tokens_a_message:.2f} a message  cores: front {found.front_cores}, relays {found.relay_cores},"
             f" callers {found.client_cores}"
             f"  GPU {found.gpu_percent} %  {found.errors} errors {found.errors_by_status or ''}{refused}"
-            f"  not ended once: {found.accepted_not_ended_once}{told}",
+            f"  not ended once: {found.accepted_not_ended_once}{suffix}",
             flush=True,
         )
 
@@ -105,26 +102,26 @@ def _window(seconds: float) -> tuple[float, float]:
     return min(_SETTLING, round(seconds / 5, 1)), seconds
 
 
-def workloads(bench: Bench) -> None:
-    """Best of --rounds by rate; faults of any round count."""
+def workloads(bench: ServeBench) -> None:
+    """Keeps the best of --rounds by rate; faults of any round count."""
     given = bench.given
     for name in given.workloads:
-        wishes = of_workload(name, given.prompt, given.tokens)
-        rounds = [bench.once(wishes, len(wishes)) for _ in range(given.rounds)]
+        requests = of_workload(name, given.prompt, given.tokens)
+        rounds = [bench.once(requests, len(requests)) for _ in range(given.rounds)]
         best = max(rounds, key=lambda one: one.output_tokens_per_second)
         wrong = sum(one.accepted_not_ended_once for one in rounds)
         bench.keep(name, replace(best, errors=sum(one.errors for one in rounds), accepted_not_ended_once=wrong))
 
 
-def trace(bench: Bench) -> None:
-    """At its own times, or --speed times as fast."""
+def trace(bench: ServeBench) -> None:
+    """Replays at the trace's own times, or --speed times as fast."""
     given = bench.given
-    wishes, long = of_trace(given.trace, given.speed, given.limit, bench.model.limits.max_context_tokens)
-    bench.keep(f"trace {given.trace.name}", bench.once(wishes, 0), speed=given.speed, too_long=long)
+    requests, long = of_trace(given.trace, given.speed, given.limit, bench.model.limits.max_context_tokens)
+    bench.keep(f"trace {given.trace.name}", bench.once(requests, 0), speed=given.speed, too_long=long)
 
 
-def overload(bench: Bench) -> None:
-    """So many times the peak, which is measured first with as many streams as run at once."""
+def overload(bench: ServeBench) -> None:
+    """Sends a multiple of the peak, which is measured first with as many streams as run at once."""
     given, slots = bench.given, bench.model.limits.max_sequences
     peak = bench.closed(slots, min(max(_PEAK[0], given.seconds / 4), _PEAK[1]))
     bench.keep(f"c{slots}", peak)
@@ -132,22 +129,22 @@ def overload(bench: Bench) -> None:
         raise RuntimeError("no token came while the peak was looked for")
     # By tokens: streams that began together end together, and how many of them did within a window is chance.
     asked = bench.source.take(slots)
-    rate = peak.output_tokens_per_second * len(asked) / sum(wish.tokens for wish in asked)
+    rate = peak.output_tokens_per_second * len(asked) / sum(request.tokens for request in asked)
     found = bench.open(given.overload * rate, given.seconds)
     share = found.output_tokens_per_second / peak.output_tokens_per_second
     bench.keep(f"overload{given.overload:g}", found, of_peak=round(share, 4))
 
 
-def interactive(bench: Bench) -> None:
-    """One stream alone, then beside twice as many background streams as run at once, who began before it."""
+def interactive(bench: ServeBench) -> None:
+    """Runs one stream alone, then beside twice as many background streams as run at once, which began before it."""
     seconds, slots = bench.given.seconds, bench.model.limits.max_sequences
     ahead, window = _window(seconds)[0], _window(seconds)
     one = bench.source.take(1)
-    with watched(bench.server) as seen:
+    with machine_counters(bench.server) as seen:
         lonely = bench.job(one, 1, seconds, priority=pb.PRIORITY_INTERACTIVE)
         parts = bench.crew.together([lonely])
     alone = outcome(parts, lonely.begin, seen, window)
-    with watched(bench.server) as seen:
+    with machine_counters(bench.server) as seen:
         crowd = bench.job(bench.source.take(2 * slots), 2 * slots, ahead + seconds, priority=pb.PRIORITY_BACKGROUND)
         amid = msgspec.structs.replace(lonely, begin=crowd.begin + ahead, until=crowd.until)
         parts = bench.crew.together([amid, *shared_out(crowd, len(bench.crew) - 1)])
@@ -159,9 +156,9 @@ def interactive(bench: Bench) -> None:
 
 
 @contextmanager
-def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
-    """The server that was named or one of ours, and callers that have called it."""
-    told: dict[str, object] = {"flags": flags} if flags else {}
+def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[ServeBench]:
+    """Yields the server of --target or one of ours, and callers that have called it."""
+    suffix: dict[str, object] = {"flags": flags} if flags else {}
     with ExitStack() as stack:
         running = None
         if given.target is None:
@@ -181,11 +178,10 @@ def opened(given: argparse.Namespace, flags: list[str]) -> Iterator[Bench]:
         callers.warm(model.limits.vocab_size)
         name = Path(given.model).name if given.model else model.name
         about = {"device": device(), "revision": given.revision or revision(), "model": name, "path": "grpc"}
-        yield Bench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **told})
+        yield ServeBench(callers, running, model, given, Source(given.prompt, given.tokens, read), {**about, **suffix})
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """What was asked for, and the flags of the server."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None, allow_abbrev=False)
     parser.add_argument("--target", metavar="HOST:PORT", help="a server that runs; default: one is started")
     parser.add_argument("--token", default="", help="of a caller of that server")
@@ -197,10 +193,10 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--trace", type=Path, metavar="FILE", help="prompts as blocks, Mooncake's format")
     parser.add_argument("--speed", type=float, default=1.0, help="of a trace")
     parser.add_argument("--limit", type=int, metavar="COUNT", help="requests of a trace")
-    parser.add_argument("--overload", type=float, metavar="TIMES", help="so many times the peak")
+    parser.add_argument("--overload", type=float, metavar="TIMES", help="this multiple of the peak")
     parser.add_argument("--interactive", action="store_true", help="one stream alone and beside a background flood")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text a line, or objects with text, max_tokens")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens in, where nothing else says so")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens in, by default")
     parser.add_argument("--tokens", type=int, default=128, help="tokens out, likewise")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a load that is timed")
     parser.add_argument("--rounds", type=int, default=2, help="of each workload; the best counts")
@@ -217,10 +213,8 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]
     return given, flags
 
 
-def plot(path: Path, title: str, found: Sequence[tuple[str, Outcome]]) -> None:
-    """Rate, first token and pace over the loads."""
-
-    def lines(of: Callable[[Outcome], dict[str, float]]) -> dict[str, list[float | None]]:
+def plot(path: Path, title: str, found: Sequence[tuple[str, LoadOutcome]]) -> None:
+    def lines(of: Callable[[LoadOutcome], dict[str, float]]) -> dict[str, list[float | None]]:
         return {share: [of(one).get(share, 0.0) for _, one in found] for share in ("p50", "p95", "p99")}
 
     names = [name for name, _ in found]

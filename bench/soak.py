@@ -1,7 +1,7 @@
-"""Decodes for as long as it is told, alone, together, with sampling and with callers that leave, and holds every answer
-against the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are
-short by default, so that each is fed whole, whoever comes with it. With `--longest` above that they are cut into chunks
-by who else is there, and bf16 rounds a chunk of another length otherwise: then a greedy answer may part from the first
+"""Decodes for a given time, alone, together, with sampling and with callers that leave, and compares every answer with
+the first one to the same question: an answer that changes is an error, and so is memory that grows. Prompts are short
+by default, so that each is fed whole, whatever runs beside it. With `--longest` above that they are cut into chunks by
+the other requests, and bf16 rounds a chunk of another length otherwise: then a greedy answer may diverge from the first
 one, but only where float32 finds two tokens nearly as good as each other.
 
     python -m bench.soak --model models/demo --seconds 600
@@ -46,8 +46,8 @@ SAMPLED = replace(GREEDY, temperature=0.8, top_k=50, top_p=0.95, repetition_pena
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt and how to go on from it; always the same."""
+class SoakQuestion:
+    """A prompt and how to continue it; always the same."""
 
     number: int
     prompt: tuple[int, ...]
@@ -56,49 +56,44 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
-    """A text, and two ways in which it went on."""
-
+class Divergence:
     text: tuple[int, ...]
     one: int
     other: int
 
 
 @dataclass(slots=True)
-class Record:
-    """What came of it."""
-
+class SoakRecord:
     answers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the first to each question
-    told: int = 0  # whole answers
+    whole: int = 0  # whole answers
     left: int = 0
     tokens: int = 0
     changed: Counter[int] = field(default_factory=Counter)  # answers other than the first, by question
-    forks: set[Fork] = field(default_factory=set)  # of greedy answers
+    forks: set[Divergence] = field(default_factory=set)  # of greedy answers
 
-    def take(self, question: Question, ids: Sequence[int]) -> None:
-        """A whole answer."""
-        self.told += 1
+    def take(self, question: SoakQuestion, ids: Sequence[int]) -> None:
+        self.whole += 1
         first = self.answers.setdefault(question.number, tuple(ids))
         if first == tuple(ids):
             return
         self.changed[question.number] += 1
         if question.sampling.temperature == 0.0:
             at = next(at for at, (one, other) in enumerate(zip(first, ids, strict=True)) if one != other)
-            self.forks.add(Fork((*question.prompt, *first[:at]), first[at], ids[at]))
+            self.forks.add(Divergence((*question.prompt, *first[:at]), first[at], ids[at]))
 
 
-def questions(vocabulary: int, tokens: int, longest: int) -> list[Question]:
-    """Half greedy, half by every kind of sampling; prompts of 3 to `longest` tokens."""
+def questions(vocabulary: int, tokens: int, longest: int) -> list[SoakQuestion]:
+    """Makes half greedy questions, and half by every kind of sampling; prompts of 3 to `longest` tokens."""
     chance, found = random.Random(5), []
     for number in range(QUESTIONS):
         sampling = replace(GREEDY if number % 2 == 0 else SAMPLED, seed=number)
         prompt = tuple(chance.randrange(3, vocabulary) for _ in range(chance.randrange(3, longest)))
-        found.append(Question(number, prompt, sampling, tokens))
+        found.append(SoakQuestion(number, prompt, sampling, tokens))
     return found
 
 
-class Engine:
-    """Plan, run, commit, without the socket and without shared prefixes."""
+class SoakEngine:
+    """Plans, runs and commits, without the socket and without shared prefixes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -106,8 +101,8 @@ class Engine:
         self._scheduler = planner(runner, self._pool)
         self._key = 0
 
-    def ask(self, some: Sequence[Question], leaving: dict[int, int], record: Record) -> None:
-        """All at once; those in `leaving` (index → tokens) go before the end."""
+    def ask(self, some: Sequence[SoakQuestion], leaving: dict[int, int], record: SoakRecord) -> None:
+        """Asks all at once; those in `leaving` (index → tokens) leave before the end."""
         first, ids = self._key, [list[int]() for _ in some]
         for question in some:
             self._key += 1
@@ -122,10 +117,10 @@ class Engine:
         self,
         event: Event,
         index: int,
-        some: Sequence[Question],
+        some: Sequence[SoakQuestion],
         ids: list[list[int]],
         leaving: dict[int, int],
-        record: Record,
+        record: SoakRecord,
     ) -> None:
         if event.failure is not None:
             raise RuntimeError(f"an answer failed: {event.failure}")
@@ -138,8 +133,8 @@ class Engine:
             self._scheduler.cancel(event.key)
 
 
-def rounds(known: list[Question]) -> Iterator[tuple[list[Question], dict[int, int]]]:
-    """For ever: one alone, eight together, eight of which some leave."""
+def rounds(known: list[SoakQuestion]) -> Iterator[tuple[list[SoakQuestion], dict[int, int]]]:
+    """Yields forever: one alone, eight together, eight of which some leave."""
     chance = random.Random(6)
     while True:
         yield [chance.choice(known)], {}
@@ -149,8 +144,7 @@ def rounds(known: list[Question]) -> Iterator[tuple[list[Question], dict[int, in
 
 
 def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
-    """The whole time."""
-    engine, record = Engine(runner), Record()
+    engine, record = SoakEngine(runner), SoakRecord()
     known = questions(runner.info.vocab_size, given.tokens, min(given.longest, runner.info.max_context - given.tokens))
     for question in known:
         engine.ask([question], {}, record)
@@ -164,7 +158,7 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
         if now - marks[-1][0] >= given.interval or now - began >= given.seconds:
             rate = (record.tokens - marks[-1][1]) / (now - marks[-1][0])
             print(
-                f"{now - began:6.0f} s  {record.told} answers  {rate:9.1f} tokens/s  {record.changed.total()} changed",
+                f"{now - began:6.0f} s  {record.whole} answers  {rate:9.1f} tokens/s  {record.changed.total()} changed",
                 flush=True,
             )
             marks.append((now, record.tokens))
@@ -173,7 +167,7 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
     rates = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(marks)]
     return {
         "seconds": round(time.monotonic() - began, 1),
-        "answers": record.told,
+        "answers": record.whole,
         "left": record.left,
         "tokens": record.tokens,
         "changed": record.changed.total(),
@@ -187,17 +181,17 @@ def soak(runner: ModelRunner, given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def widest(forks: Iterable[Fork], model: str) -> float:
-    """The largest distance between the two tokens of a fork, of the largest logit, in float32."""
-    judge, found = Decoder.open(Path(model)), 0.0
+def widest(forks: Iterable[Divergence], model: str) -> float:
+    """Returns the largest distance between the two tokens of a fork, of the largest logit, in float32."""
+    oracle, found = Decoder.open(Path(model)), 0.0
     for fork in forks:
-        logits = judge.logits(judge.hidden(torch.tensor([fork.text]))[:, -1])[0]
+        logits = oracle.logits(oracle.hidden(torch.tensor([fork.text]))[:, -1])[0]
         found = max(found, float((logits[fork.one] - logits[fork.other]).abs() / logits.abs().max()))
     return round(found, 5)
 
 
 def memory() -> int:
-    """Bytes that the device holds for us."""
+    """Returns the bytes that the device holds for us."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()
@@ -205,7 +199,6 @@ def memory() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--seconds", type=float, default=600.0)

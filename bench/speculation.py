@@ -1,9 +1,10 @@
-"""What speculation brings: tokens a second with and without, in turns, in one process, by proposer and prompts.
+"""Measures the gain of speculation: tokens a second with and without, in turns, in one process, by proposer and
+prompts.
 
     python -m bench.speculation --model models/demo --draft-model models/demo-draft
 
 Three parts. `texts`: sets of prompts of real text, one stream, drafts as long as the engine finds that
-they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table foretell. `streams`: several
+they pay. `depths`: drafts of k tokens always, beside what acceptance and the cost table predict. `streams`: several
 at once, and one that copies beside seven that ask for no drafts. Greedy. On one thread of a CPU the clock is
 that thread's own, which others on the machine do not disturb. Answers are compared, id for id.
 """
@@ -52,14 +53,14 @@ OTHERS = 7
 
 
 def of_texts(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """A record a set of prompts."""
     for name in given.sets:
         cases = [[Wanted(one, given.tokens)] for one in texts.prompts(name, tokenizer, given.prompts)]
         yield record(arm, beside(arm, cases, given.seconds), name, 1)
 
 
 def of_streams(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
-    """Two and four that copy, that write code and that chat; then one beside seven that ask for no drafts."""
+    """Measures two and four streams that copy, that write code and that chat; then one beside seven that ask for no
+    drafts."""
     for name in ("edit", "code", "chat"):
         prompts = texts.prompts(name, tokenizer, 4)
         for count in (2, 4):
@@ -73,7 +74,7 @@ def of_streams(arm: Arm, given: argparse.Namespace, tokenizer: Tokenizer) -> Ite
 
 
 def waits(on: list[float], off: list[float]) -> dict[str, Any]:
-    """What a token more costs those who share the step: each of them gets one a step."""
+    """Computes what a further token costs the other streams of the step: each of them gets one a step."""
     if not on:
         return {"others_tpot_p95_ratio": 1.0}  # nothing was drafted: it would cost too much
     p95 = [quantile(each, 0.95) for each in (on, off)]
@@ -83,8 +84,7 @@ def waits(on: list[float], off: list[float]) -> dict[str, Any]:
     }
 
 
-def told(one: dict[str, Any]) -> str:
-    """A line of the table."""
+def line_of(one: dict[str, Any]) -> str:
     extra = {
         name: one[name] for name in ("predicted_ratio", "others_tpot_p95_us", "others_tpot_p95_ratio") if name in one
     }
@@ -97,7 +97,6 @@ def told(one: dict[str, Any]) -> str:
 
 
 def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All that was asked for."""
     tokenizer = Tokenizer.from_file(str(Path(given.model, "tokenizer.json")))
     for name in given.proposers:
         arm = made_of(given, name)
@@ -113,7 +112,6 @@ def measured(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="models/demo", help="a folder with a tokenizer that the texts suit")
     parser.add_argument("--draft-model", default="models/demo-draft")
@@ -131,12 +129,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints."""
     given = arguments(argv)
     about = {"device": device(), "revision": given.revision or revision(), "model": Path(given.model).name}
     records = []
     for one in measured(given):
-        print(told(one), flush=True)
+        print(line_of(one), flush=True)
         records.append(about | one)
         if given.append is not None:
             append(given.append, records[-1:], NAMES)
@@ -150,27 +147,28 @@ Table = Callable[[int], float]  # seconds of a step of one sequence, by the toke
 def of_depths(
     given: argparse.Namespace, arm: Arm, rounds: Costs | None, tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Drafts of k tokens always, and what the cost table foretells of the steps that came of it, beside those without
-    drafts in the same run. `rounds`: what those of a GPU cost."""
+    """Measures drafts of always k tokens, and the cost table's prediction for these steps, beside those without drafts
+    in the same run. `rounds`: costs of a GPU's."""
     prompts = texts.prompts("edit", tokenizer, 2) + texts.prompts("code", tokenizer, 2)
     for k in range(1, 1 + MOST_DRAFTED):
         tables = [table(arm, rounds)]
         found = beside(arm, [[Wanted(one, given.tokens, k)] for one in prompts], given.seconds)
         before = found.turns * sum(beginning(arm, one, k) for one in prompts)
         tables.append(table(arm, rounds))
-        foretold = [plain(found, rounds, each) / needed(found, k, before, each) for each in tables]
-        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(statistics.mean(foretold), 3)}
+        predicted = [plain(found, rounds, each) / needed(found, k, before, each) for each in tables]
+        yield record(arm, found, "edit and code", 1, k) | {"predicted_ratio": round(statistics.mean(predicted), 3)}
 
 
 def beginning(arm: Arm, prompt: tuple[int, ...], k: int) -> float:
-    """Seconds from a prompt's token to the next, by a round: the host's part before the first round among them, and a
-    draft model's catching up. A GPU's are so short that it takes many."""
+    """Measures seconds from a prompt's token to the next, by a verifying step: the host's part before the first one
+    among them, and a draft model's prefill. A GPU's are so short that it takes many."""
     times = 5 if arm.rounds is None else 25
     return statistics.median(arm.run(True, [Wanted(prompt, 2, k)]).seconds for _ in range(times))
 
 
 def table(arm: Arm, rounds: Costs | None) -> Table:
-    """A GPU's as it was made at the start. A CPU's as a start would make it now, since machines are slow at times."""
+    """Returns a GPU's table as it was made at the start. A CPU's as a start would make it now, since machines are slow
+    at times."""
     if rounds is not None:
         return lambda drafted: rounds.seconds(1 + drafted)
     assert isinstance(arm.speculation, Speculation)
@@ -180,15 +178,15 @@ def table(arm: Arm, rounds: Costs | None) -> Table:
 
 
 def needed(found: Beside, k: int, beginnings: float, seconds: Table) -> float:
-    """What a table foretells of the steps with drafts. What comes before first rounds is in no table: `beginnings` took
-    so long in all, those rounds included."""
+    """Predicts the steps with drafts by a table. What precedes first verifying steps is in no table: `beginnings` took
+    this long in all, those steps included."""
     # A round has rooms for more tokens than k, where k is no size of a round.
     steps = sum(count * seconds(min(drafted, k)) for one in found.on for count, drafted in one.steps)
     return steps + beginnings - len(found.on) * seconds(k)
 
 
 def plain(found: Beside, rounds: Costs | None, seconds: Table) -> float:
-    """Of those without: as they were, where they are another executor's, which no table knows."""
+    """Returns the steps without drafts: as measured, where they are another executor's, which no table knows."""
     if rounds is not None:
         return sum(one.seconds for one in found.off)
     return sum(count * seconds(drafted) for one in found.off for count, drafted in one.steps)
@@ -200,20 +198,18 @@ WARM = 20  # steps
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One stream of a run."""
-
     prompt: tuple[int, ...]
     tokens: int
     drafts: int | None = None  # the most a round
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Some streams at once, measured from when all have begun until the first ends."""
+class SpeculationRun:
+    """Figures of concurrent streams, measured from when all have begun until the first ends."""
 
     tokens: int
     seconds: float
-    steps: tuple[tuple[int, int], ...]  # of one stream: so many, and tokens drafted in each
+    steps: tuple[tuple[int, int], ...]  # of one stream: how many, and tokens drafted in each
     proposed: int
     accepted: int
     ids: tuple[tuple[int, ...], ...]
@@ -224,7 +220,7 @@ class Run:
 
 
 class Arm:
-    """A runner with its proposers, whose speculation is switched."""
+    """Holds a runner with its proposers, whose speculation is switched."""
 
     def __init__(
         self,
@@ -242,7 +238,7 @@ class Arm:
 
     @property
     def rounds(self) -> CapturedSpeculation | None:
-        """The executor, where it launches rounds ahead."""
+        """Returns the executor, where it launches verifying steps ahead."""
         return self.speculation if isinstance(self.speculation, CapturedSpeculation) else None
 
     def _begin(self, asks: Sequence[Wanted]) -> Scheduler:
@@ -254,7 +250,7 @@ class Arm:
         return scheduler
 
     def steps(self, asks: Sequence[Wanted]) -> tuple[list[float], list[float]]:
-        """Seconds of the steps that all streams are in, with a draft and with speculation off, in turns."""
+        """Measures seconds of the steps that all streams are in, with a draft and with speculation off, in turns."""
         scheduler, live, number = self._begin(asks), len(asks), 0
         found: tuple[list[float], list[float]] = ([], [])
         while live == len(asks) and (plan := scheduler.plan(0.0)) is not None:
@@ -272,8 +268,7 @@ class Arm:
             scheduler.commit(plan, self.runner.run(plan), 0.0)
         return found
 
-    def run(self, on: bool, asks: Sequence[Wanted]) -> Run:
-        """All to their ends."""
+    def run(self, on: bool, asks: Sequence[Wanted]) -> SpeculationRun:
         self.runner.set_optimization("speculation", on)
         scheduler = self._begin(asks)
         ids: dict[int, list[int]] = {key: [] for key in range(len(asks))}
@@ -308,7 +303,7 @@ class Arm:
             found = {group - 1: count - read.get(group, 0) for group, count in self.rounds.read.items()}
             plain = sum(count for count, _ in steps) - sum(found.values())
             steps = [(plain, 0), *((count, drafted) for drafted, count in found.items())]
-        return Run(
+        return SpeculationRun(
             tokens,
             ended - began,
             tuple(steps),
@@ -320,18 +315,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A draft's tokens a second and those without one; over runs in turns."""
+    """Tokens a second with drafts and without; over runs in turns."""
 
-    on: tuple[Run, ...]
-    off: tuple[Run, ...]
+    on: tuple[SpeculationRun, ...]
+    off: tuple[SpeculationRun, ...]
     turns: int
 
     @property
     def rates(self) -> tuple[float, float]:
-        """All tokens over the median turn's seconds."""
+        """Returns all tokens over the median turn's seconds."""
         return self._rate(self.on), self._rate(self.off)
 
-    def _rate(self, runs: tuple[Run, ...]) -> float:
+    def _rate(self, runs: tuple[SpeculationRun, ...]) -> float:
         each = len(runs) // self.turns
         of_turns = [runs[at : at + each] for at in range(0, len(runs), each)]
         return statistics.median(
@@ -340,22 +335,20 @@ class Beside:
 
     @property
     def acceptance(self) -> float:
-        """Returns the share of drafted tokens that were right."""
         return sum(one.accepted for one in self.on) / max(1, sum(one.proposed for one in self.on))
 
     @property
     def same(self) -> bool:
-        """Returns whether every answer was the same."""
         return all(on.ids == off.ids for on, off in zip(self.on, self.off, strict=True))
 
 
 def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Beside:
-    """Each case with and without, in turns, while there is time; at least once."""
+    """Runs each case with and without, in turns, while there is time; at least once."""
     for case in cases:  # sizes that were not met yet are set up
         for on in (True, False):
             arm.run(on, case)
     began, turns = time.monotonic(), 0
-    runs: dict[bool, list[Run]] = {True: [], False: []}
+    runs: dict[bool, list[SpeculationRun]] = {True: [], False: []}
     while not turns or time.monotonic() - began < seconds * turns / (turns + 1):
         for at, case in enumerate(cases):
             for on in (True, False) if (at + turns) % 2 else (False, True):
@@ -365,7 +358,7 @@ def beside(arm: Arm, cases: Sequence[Sequence[Wanted]], seconds: float) -> Besid
 
 
 def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
-    """The model with this proposer. `forced`: drafts are always as long as a request allows."""
+    """Opens the model with this proposer. `forced`: drafts are always as long as a request allows."""
     drafts = given.draft_model if name != "prompt_lookup" else ""
     settings = EngineSettings(
         model=given.model, device=given.device, draft_model=drafts, max_sequences=8, threads=given.threads
@@ -399,7 +392,7 @@ def made_of(given: argparse.Namespace, name: str, forced: bool = False) -> Arm:
 
 
 def record(arm: Arm, found: Beside, prompts: str, streams: int, k: int | None = None) -> dict[str, Any]:
-    """As kept in bench/results. `k` null: as the engine finds."""
+    """Makes a record of bench/results. `k` null: as the engine chooses."""
     on, off = found.rates
     return {
         "proposer": arm.name,
@@ -417,14 +410,14 @@ def record(arm: Arm, found: Beside, prompts: str, streams: int, k: int | None = 
 
 
 class Forced:
-    """Each token of its drafts is right with probability `acceptance`, and another one otherwise."""
+    """Proposes drafts, each token of which is right with probability `acceptance`."""
 
     name = "forced"
 
     def __init__(
         self, answers: Mapping[tuple[int, ...], Items[int]], acceptance: float, depth: int = MOST_DRAFTED
     ) -> None:
-        """`answers` by prompt. Drafts have `depth` tokens, if so many are wished."""
+        """`answers` by prompt. Drafts have `depth` tokens, if as many are requested."""
         self._answers = answers
         self._acceptance = acceptance
         self._depth = depth
@@ -438,18 +431,16 @@ class Forced:
         return 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """Up to the end of what it knows."""
         return min(self._depth, len(self._rest(sequence)))
 
     def propose(self, wishes: Items[Wish]) -> list[Draft]:
-        """What will come, but for the mistakes."""
-        return [tuple(map(self._said, self._rest(one.sequence)[: one.most])) for one in wishes]
+        return [tuple(map(self._spoiled, self._rest(one.sequence)[: one.most])) for one in wishes]
 
     def _rest(self, sequence: SequenceState) -> Items[int]:
         known = self._answers.get(tuple(sequence.token_ids[: sequence.prompt_length]), ())
         return known[sequence.output_length : sequence.output_length + self._depth]
 
-    def _said(self, token_id: int) -> int:
+    def _spoiled(self, token_id: int) -> int:
         return token_id if self._chance.random() < self._acceptance else token_id ^ 1
 
 

@@ -1,5 +1,4 @@
-"""How long a start takes, with an empty cache of kernels, with kernels compiled ahead, and with a full cache, and what
-it consists of.
+"""Measures a start with an empty cache of kernels, with kernels compiled ahead, and with a full cache, by its phases.
 
     python -m bench.start --model bench/models/qwen3-0.6b --load-format dummy --max-context 1024
 
@@ -30,13 +29,13 @@ import grpc
 from bench import own_server
 from bench import result as about
 from bench.front import STREAM
-from bench.grpc_frames import FrameClient, Stream
+from bench.grpc_frames import FrameClient, ReceivedStream
 from bench.own_server import server, with_tokenizer
 from bench.pace import quantile
 from bench.result import Result, Samples, finish, run_one_of, summary
 from bench.serving.caller import message
-from bench.serving.jobs import Job, Wish
-from engine.ipc.frames import Progress, Ready, report_reader
+from bench.serving.jobs import LoadJob, LoadRequest
+from engine.ipc.frames import LoadProgress, Ready, report_reader
 from engine.launch import Begun
 from engine.settings import EngineSettings
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -51,7 +50,6 @@ _LONGEST = 300.0  # seconds of a start
 
 
 def engine(settings: EngineSettings, cache: Path) -> dict[str, Any]:
-    """Of one process of its own."""
     with _environment(WHIPPET_CACHE_DIR=str(cache)):
         began = time.monotonic()
         begun = Begun(settings.kind)
@@ -62,7 +60,7 @@ def engine(settings: EngineSettings, cache: Path) -> dict[str, Any]:
     with ours:
         while decoder is None and select.select([ours], [], [], _LONGEST)[0]:
             for report in reader.feed(data) if (data := ours.recv(1 << 16)) else _gone():
-                if isinstance(report, Progress):
+                if isinstance(report, LoadProgress):
                     ends[report.stage] = round(time.monotonic() - began, 2)
                 elif isinstance(report, Ready):
                     ends["ready"] = round(time.monotonic() - began, 2)
@@ -77,7 +75,7 @@ def _gone() -> Iterator[Any]:
 
 
 def first_tokens(address: str) -> dict[str, float]:
-    """Milliseconds until the first token of each of the first requests, one after the other."""
+    """Measures milliseconds until the first token of each of the first requests, one after the other."""
     found = []
     with grpc.insecure_channel(address) as channel:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -94,7 +92,7 @@ def first_tokens(address: str) -> dict[str, float]:
 
 
 def command(argv: Sequence[str] | None = None) -> Result:
-    """Empty, ahead where there is such a folder, and full; engine and server."""
+    """Measures starts that are empty, ahead where there is such a folder, and full; engine and server."""
     flags = _parser().parse_args(argv)
     given = {name: value for name in _GIVEN if (value := getattr(flags, name)) is not None}
     settings = EngineSettings(model=str(flags.model), **given)
@@ -109,8 +107,8 @@ def command(argv: Sequence[str] | None = None) -> Result:
             caches = Path(folder) / ("ahead" if kind == "ahead" else "kept")  # which the first start fills
             with _environment(**environment):
                 if flags.part != "server":
-                    found[f"engine {kind}"] = told = engine(settings, caches / "engine")
-                    print(f"engine {kind}: {told['compiled']} kernels, {told['ends']}", flush=True)
+                    found[f"engine {kind}"] = starts = engine(settings, caches / "engine")
+                    print(f"engine {kind}: {starts['compiled']} kernels, {starts['ends']}", flush=True)
                 if flags.part != "engine":
                     with server([f"--cache-dir={caches}/server", f"--model={served}", *asked]) as one:
                         found[f"server {kind}"] = {"ready": round(one.seconds, 2), "ttft_ms": first_tokens(one.address)}
@@ -124,12 +122,10 @@ def command(argv: Sequence[str] | None = None) -> Result:
 
 
 def main() -> int:
-    """Measures and prints."""
     return finish(command())
 
 
 def _flag(name: str) -> str:
-    """As a server has it."""
     plain = name.replace("_", "-")
     return plain if name in ("device", "load_format") else f"scheduler.{plain}"
 
@@ -139,7 +135,6 @@ _GIVEN = ("device", "load_format", "max_sequences", "max_context", "kv_bytes")
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-    """Of processes that are started meanwhile."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -158,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-context", type=int)
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--ahead", type=Path, metavar="FOLDER", help="what `whippet prebuild` made; a third case")
-    parser.add_argument("--part", choices=("engine", "server"), help="both unless said")
+    parser.add_argument("--part", choices=("engine", "server"), help="default: both")
     return parser
 
 
@@ -166,22 +161,20 @@ _SPIN = 0.001  # seconds before a burst in which its caller no longer sleeps
 _WARM = 3  # bursts that do not count
 
 
-class Callers:
-    """Connections that call a server together."""
-
+class BurstCallers:
     def __init__(self, address: str, count: int) -> None:
         self._clients = [FrameClient(address, time.monotonic) for _ in range(count)]
-        self._job = Job(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)
+        self._job = LoadJob(0.0, [], vocabulary=own_server.served_model(address).limits.vocab_size)
         self._asked = 0
 
     def burst(self, count: int, prompt: int, tokens: int, gap: float) -> list[float]:
-        """Milliseconds from each request to its first token, ascending. All are sent at once, `gap` seconds from now.
-        Raises RuntimeError where one was not answered."""
+        """Measures milliseconds from each request to its first token, ascending. All are sent at once, `gap` seconds
+        from now. Raises RuntimeError where one was not answered."""
         due = time.monotonic() + gap
-        prepared: list[tuple[FrameClient, Stream, bytes]] = []
+        prepared: list[tuple[FrameClient, ReceivedStream, bytes]] = []
         for client in self._clients[:count]:
             self._asked += 1
-            asked = message(Wish(self._asked, prompt, tokens), self._job).SerializeToString()
+            asked = message(LoadRequest(self._asked, prompt, tokens), self._job).SerializeToString()
             stream, data = client.prepare(STREAM, asked)
             prepared.append((client, client.streams[stream], data))
         time.sleep(max(0.0, due - time.monotonic() - _SPIN))
@@ -194,8 +187,7 @@ class Callers:
         self._read([(client, stream) for client, stream, _ in prepared])
         return sorted(1000 * ((stream.first_at or 0.0) - at) for (_, stream, _), at in zip(prepared, sent, strict=True))
 
-    def _read(self, calls: Sequence[tuple[FrameClient, Stream]]) -> None:
-        """To the end of all."""
+    def _read(self, calls: Sequence[tuple[FrameClient, ReceivedStream]]) -> None:
         with selectors.DefaultSelector() as waiting:
             for client, _ in calls:
                 waiting.register(client.socket, selectors.EVENT_READ, client)
@@ -207,15 +199,17 @@ class Callers:
             raise RuntimeError(f"calls ended with {bad}")
 
     def close(self) -> None:
-        """Hangs up."""
         for client in self._clients:
             client.close()
 
 
 def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) -> dict[int, list[list[float]]]:
-    """By number of prompts, the first tokens of each burst. A server of its own."""
+    """Returns by number of prompts the first tokens of each burst. A server of its own."""
     found: dict[int, list[list[float]]] = {count: [] for count in given.together}
-    with own_server.server(flags, tree) as server, closing(Callers(server.address, max(given.together))) as callers:
+    with (
+        own_server.server(flags, tree) as server,
+        closing(BurstCallers(server.address, max(given.together))) as callers,
+    ):
         for number in range(_WARM + given.bursts):
             for count in given.together:
                 took = callers.burst(count, given.prompt, given.tokens, given.gap)
@@ -225,8 +219,8 @@ def measure(tree: Path | None, flags: Sequence[str], given: argparse.Namespace) 
 
 
 def bursts_main(argv: Sequence[str] | None = None) -> int:
-    """First tokens of prompts that come together to a server that has been idle, as bare sockets see them. Prints a
-    table and ends in one JSON line.
+    """Measures first tokens of prompts that arrive together at a server that has been idle, as bare sockets see them.
+    Prints a table and ends in one JSON line.
 
         python -m bench.start bursts --model bench/models/qwen3-0.6b --load-format=dummy
         git worktree add ../before COMMIT && python -m bench.start bursts --engine=fake --beside ../before

@@ -1,4 +1,4 @@
-"""Rounds of the engine's own loop, one a line of stdin: what `whippet bench compare` interleaves.
+"""Runs rounds of the engine's own loop, one a line of stdin: what `whippet bench compare` interleaves.
 
     python bench/turns.py --model models/demo
 
@@ -23,16 +23,18 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Of one round. A step's time is the first quartile of its steps: what others on the machine add, they add to some
-    steps only, while a change of the code adds to all."""
+class RoundFigures:
+    """Figures of one round. A step's time is the first quartile of its steps: other load on the machine slows some
+    steps only, while a change of the code slows all."""
 
     step_us: float
     tokens_per_second: float
     first_ms: float
 
 
-def round_of(scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int, rows: int, clock: Clock) -> Round:
+def round_of(
+    scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int, rows: int, clock: Clock
+) -> RoundFigures:
     """Runs what `admit` hands over, to its end. `clock` in seconds."""
     began = clock()
     admit()
@@ -52,12 +54,10 @@ def round_of(scheduler: Any, runner: Any, admit: Callable[[], None], tokens: int
         raise RuntimeError(f"{count} of {rows * tokens} tokens came")
     whole = clock() - began
     quartile = statistics.quantiles(steps, n=4)[0] if len(steps) > 1 else steps[0]
-    return Round(round(quartile * 1e6, 3), round(count / whole, 2), round(first * 1e3, 3))
+    return RoundFigures(round(quartile * 1e6, 3), round(count / whole, 2), round(first * 1e3, 3))
 
 
-class Loop:
-    """A model in this process, and the requests of a round."""
-
+class LocalModel:
     def __init__(
         self, model: str, rows: int, tokens: int, load_format: str = "auto", threads: int | None = None
     ) -> None:
@@ -72,13 +72,11 @@ class Loop:
         gc.collect()
         gc.freeze()  # as an engine process does
 
-    def round(self, clock: Clock = time.perf_counter) -> Round:
-        """One round, with prompts of its own."""
+    def round(self, clock: Clock = time.perf_counter) -> RoundFigures:
         scheduler = self.scheduler()
         return round_of(scheduler, self.runner, lambda: self.admit(scheduler), self._tokens, self._rows, clock)
 
     def scheduler(self) -> Any:
-        """A new one, of whatever tree runs."""
         from engine.kv.page_pool import PagePool
         from engine.scheduling.limits import Limits
         from engine.scheduling.scheduler import Scheduler
@@ -94,7 +92,6 @@ class Loop:
         return Scheduler(limits, PagePool(info.total_pages))
 
     def admit(self, scheduler: Any) -> None:
-        """Hands over a round's requests."""
         from engine.api import GREEDY, GenerationRequest, Stopping
         from engine.scheduling.sequence import Sequence as EngineSequence
 
@@ -113,7 +110,7 @@ class Loop:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Says `ready`, then answers every line with a round."""
+    """Prints `ready`, then answers every line with a round."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", required=True)
     parser.add_argument("--load-format", default="auto")
@@ -121,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(argv)
-    loop = Loop(given.model, given.rows, given.tokens, given.load_format, given.threads)
+    loop = LocalModel(given.model, given.rows, given.tokens, given.load_format, given.threads)
     loop.round()
     print("ready", flush=True)
     for _ in sys.stdin:

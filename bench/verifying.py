@@ -1,5 +1,5 @@
-"""Verifying steps on a GPU with random weights of real shapes: what k checked guesses cost beside a plain step, and
-tokens a second where a set share of the guesses is right.
+"""Measures verifying steps on a GPU with random weights of real shapes: what k checked drafts cost beside a plain step,
+and tokens a second where a set share of the drafts is right.
 
     python -m bench.verifying --model qwen3-0.6b --format bf16
     python -m bench.verifying --model mistral-7b --format int4 --draft
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.attention import with_copy
-from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, Bench, Spec, median_us, random_weights, timers
+from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, KernelBench, Spec, median_us, random_weights, timers
 from bench.result import device, revision, run_one_of, summary
 from engine.api import GREEDY, Stopping
 from engine.execution.graphs.draft_steps import DeviceDraft
@@ -57,8 +57,6 @@ CHANCES = ((0.5, 3), (0.7, 3), (0.9, 3), (0.5, 7), (0.7, 7), (0.9, 7))  # that a
 
 @dataclass
 class Text:
-    """One sequence, and what the plain steps make of it."""
-
     prompt: list[int]
     most: int  # tokens it may hold
     streams: int  # sequences of it
@@ -66,12 +64,10 @@ class Text:
 
     @property
     def pages(self) -> int:
-        """Of a sequence."""
         return -(-self.most // 16)
 
     @property
     def all_pages(self) -> torch.Tensor:
-        """By sequence."""
         return torch.arange(self.streams * self.pages, dtype=torch.int32).view(self.streams, -1)
 
     def begin(self) -> tuple[SequenceTable, list[SequenceState]]:
@@ -114,7 +110,8 @@ def plain_steps(library: KernelLibrary, launcher: Launcher, weights: StepWeights
 
 
 def round_costs(device: VerifyGraphs, text: Text, group: int) -> list[float]:
-    """Microseconds of a round, back to back on the device, its host not asked, at places spread over the text."""
+    """Measures microseconds of verifying steps, back to back on the device, its host not asked, at places spread over
+    the text."""
     times: list[float] = []
     for done in range(0, TOKENS, TOKENS // 4):
         _, states = text.begin()
@@ -141,9 +138,7 @@ def row_state(state: SequenceState, drafts: int) -> RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A text made in rounds."""
-
+class VerifyRun:
     tokens: int
     seconds: float
     rounds: int
@@ -152,8 +147,8 @@ class Run:
     same: int  # tokens until the first that is not the plain text's
 
 
-def run(device: VerifyGraphs, text: Text, group: int) -> Run:
-    """The whole text, rounds launched ahead, the host reading along, until the first sequence has it."""
+def run(device: VerifyGraphs, text: Text, group: int) -> VerifyRun:
+    """Generates the whole text, steps launched ahead, the host reading along, until the first sequence has it."""
     table, states = text.begin()
     buckets = (text.streams,)
     pipeline = Pipeline(device, table, text.most, buckets=buckets, sizes=(1,), settles=False)
@@ -173,16 +168,14 @@ def run(device: VerifyGraphs, text: Text, group: int) -> Run:
     same = min((at for at, a, b in pairs if a != b), default=TOKENS)
     verified = [one for _, one in pipeline.verified]
     proposed, accepted = sum(one.proposed for one in verified), sum(one.accepted for one in verified)
-    return Run(sum(map(len, made)), seconds, pipeline.read.total(), proposed, accepted, same)
+    return VerifyRun(sum(map(len, made)), seconds, pipeline.read.total(), proposed, accepted, same)
 
 
 def expected(chance: float, drafts: int) -> float:
-    """Tokens a round brings."""
     return sum(chance**i for i in range(drafts + 1))
 
 
 def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
-    """A draft model over the same pages."""
     spec = replace(DRAFT, vocabulary=vocabulary)
     weights = random_weights(spec, FORMATS["bf16"], pages, most)
     if two_pass.why_not(weights.head) is None:
@@ -191,7 +184,6 @@ def random_draft(vocabulary: int, pages: int, most: int) -> DeviceDraft:
 
 
 def future_of(text: Text) -> torch.Tensor:
-    """What a forced draft knows."""
     ids = torch.zeros(text.most, dtype=torch.int32, device="cuda")
     known = [*text.prompt, *text.plain]
     ids[: len(known)] = torch.tensor(known, dtype=torch.int32)
@@ -206,7 +198,6 @@ def forced(
     plain: float,
     draft: DeviceDraft | None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the table."""
     ids = future_of(text)
     chances: Sequence[tuple[float, int]] = DRAFTED if draft else CHANCES
     if text.streams > 1:
@@ -235,7 +226,7 @@ def forced(
 def rounds_of(
     library: Kernels, weights: StepWeights, text: Text, future: Future | None, draft: DeviceDraft | None
 ) -> VerifyGraphs:
-    """For as many sequences as there are of the text."""
+    """Makes graphs for as many sequences as there are of the text."""
     groups = GROUPS if text.streams == 1 else (SEVERAL[text.streams],)
     made = VerifyGraphs(library, weights, text.most, future, draft, sequences=text.streams, groups=groups)
     made.build()
@@ -243,12 +234,11 @@ def rounds_of(
 
 
 def measure(model: str, form: str, context: int, drafted: bool, streams: int) -> dict[str, Any]:
-    """One model at one context."""
     launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
     most = context + TOKENS + 64
     pages = streams * -(-most // 16)
     weights = random_weights(SPECS[model], FORMATS[form], pages, most)
-    for layer in weights.layers:  # the prompt's, which nobody computes: of each sequence the same
+    for layer in weights.layers:  # the prompt's, which are not computed: of each sequence the same
         for kept in (layer.attention.keys, layer.attention.values):
             by_sequence = kept.view(streams, -1, *kept.shape[1:])
             by_sequence[1:] = by_sequence[:1]
@@ -264,7 +254,7 @@ def measure(model: str, form: str, context: int, drafted: bool, streams: int) ->
     library.compile_ahead(wanted.sources)
     rounds = rounds_of(library, weights, text, None, None)
     plain = plain_steps(library, launcher, weights, text)
-    wrong = rounds_of(library, weights, text, Future(future_of(text), 0.0), draft)  # so that each brings one token
+    wrong = rounds_of(library, weights, text, Future(future_of(text), 0.0), draft)  # so that each adds one token
     places = {group: round_costs(wrong, text, group) for group in groups}
     cost = {group: statistics.mean(times) for group, times in places.items()}
     wrong.close()
@@ -294,7 +284,6 @@ def measure(model: str, form: str, context: int, drafted: bool, streams: int) ->
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measures what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", choices=SPECS, default="qwen3-0.6b")
     parser.add_argument("--format", choices=FORMATS, default="bf16")
@@ -324,7 +313,6 @@ ROWS = {
 
 
 def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
-    """float32 [batch, vocabulary]."""
     noise = torch.randn(batch, vocabulary, device="cuda")
     if kind == "flat":
         return noise * 0.5
@@ -332,7 +320,7 @@ def make_logits(kind: str, batch: int, vocabulary: int) -> torch.Tensor:
 
 
 def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> tuple[Sampling, tuple[Launch, ...]]:
-    """The stages for a batch of rows that are all alike."""
+    """Returns the stages for a batch of rows that are all alike."""
     batch, vocabulary = logits.shape
     state = allocate_sampling(batch, vocabulary, logits.device)
     state.logits.copy_(logits)
@@ -348,7 +336,6 @@ def prepared(library: KernelLibrary, row: SampledRow, logits: torch.Tensor) -> t
 def sampling_measure(
     library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int
 ) -> list[dict[str, object]]:
-    """One record a case."""
     records: list[dict[str, object]] = []
     for batch in batches:
         for kind in ("model", "flat"):
@@ -359,8 +346,8 @@ def sampling_measure(
                     one.kernel.name: round(median_us(launcher, chain[: at + 1] * TIMES, TIMES), 2)
                     for at, one in enumerate(chain)
                 }
-                told = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
-                print(f"{batch:3} {kind:6} {name:38} µs up to {told}", flush=True)
+                times = "  ".join(f"{stage} {time:.1f}" for stage, time in upto.items())
+                print(f"{batch:3} {kind:6} {name:38} µs up to {times}", flush=True)
                 records.append({"batch": batch, "logits": kind, "row": name, "us_upto": upto})
     return records
 
@@ -368,7 +355,7 @@ def sampling_measure(
 def measure_many(
     library: KernelLibrary, launcher: Launcher, batches: list[int], vocabulary: int
 ) -> list[dict[str, object]]:
-    """One record a case: all rows alike, by the kernel of many rows."""
+    """Measures rows that are all alike, by the kernel of many rows."""
     records: list[dict[str, object]] = []
     for batch in batches:
         for kind in ("model", "flat"):
@@ -390,10 +377,10 @@ def measure_many(
 
 
 def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: int) -> dict[str, float]:
-    """Microseconds of a step, by what its one row asks for."""
+    """Measures microseconds of a step, by the parameters of its one row."""
     longest = context + STEPS + 16
     weights = random_weights(SPECS[model], FORMATS["bf16"], -(-longest // 16), longest)
-    bench = Bench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
+    bench = KernelBench(library, launcher, weights, -(-longest // 16), H100_BANDWIDTH)
     plan = ChainPlan(bench.multiprocessors, longest=context + STEPS)
     found = {}
     for name, row in {"greedy": None, **ROWS}.items():
@@ -407,7 +394,8 @@ def in_steps(library: KernelLibrary, launcher: Launcher, model: str, context: in
 
 
 def sampling_main() -> int:
-    """What the sampling stages add to a decode step, on a GPU: microseconds of the chain, and up to each stage.
+    """Measures what the sampling stages add to a decode step, on a GPU: microseconds of the chain, and up to each
+    stage.
 
         python -m bench.verifying sampling --vocabulary 151936 --batch 1 8
 

@@ -1,7 +1,7 @@
-"""What benches ask: sizes by name, arrivals, traces, prompts of real text; and the lists of records that files keep.
+"""Makes workloads of benches: sizes by name, arrivals, traces, prompts of real text; and keeps lists of records.
 
-`nN`: N requests at once, of so many tokens in and out. `firstN`: one of N tokens in and two out.
-`mixed256`: 256 of 100 to 1,024 in and out. `short1024`: 1,024 of 128 in and out.
+`nN`: N requests at once, of `prompt` tokens in and `tokens` out. `firstN`: one of N tokens in and two out. `mixed256`:
+256 of 100 to 1,024 in and out. `short1024`: 1,024 of 128 in and out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from bench.serving.jobs import Wish
+from bench.serving.jobs import LoadRequest
 
 Work = list[tuple[int, int]]  # of each request, tokens in and out
 # Of a record; two of the same are of one measurement. Flags are there where a server was started with any.
@@ -27,7 +27,6 @@ NAMES = ("device", "model", "path", "workload", "revision", "flags")
 
 
 def workload(name: str, prompt: int, tokens: int) -> Work:
-    """By its name."""
     if name == "mixed256":
         generator = random.Random(5)
         return [(generator.randint(100, 1024), generator.randint(100, 1024)) for _ in range(256)]
@@ -64,14 +63,12 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A question and its label."""
-
     text: str
     intent: str
 
 
 def read_blocks(path: Path) -> list[TraceRequest]:
-    """Mooncake's format, one JSON object a line. Raises ValueError."""
+    """Reads Mooncake's format, one JSON object a line. Raises ValueError."""
     rows = (json.loads(line) for line in _text(path).splitlines() if line.strip())
     try:
         return [
@@ -88,7 +85,7 @@ def read_blocks(path: Path) -> list[TraceRequest]:
 
 
 def read_labelled(path: Path, parts: Sequence[str] = ("test",)) -> list[Labelled]:
-    """CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
+    """Reads CLINC150's format: {part: [[text, intent], …]}. Raises ValueError."""
     try:
         found: Any = json.loads(_text(path))
         return [Labelled(str(text), str(intent)) for part in parts for text, intent in found[part]]
@@ -103,59 +100,60 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Requests without times: all of one size, or those of a file over and over."""
+    """Makes requests without times: all of one size, or those of a file over and over."""
 
     prompt: int
     tokens: int
-    read: tuple[Wish, ...] = ()
+    read: tuple[LoadRequest, ...] = ()
 
-    def take(self, count: int) -> list[Wish]:
-        """Returns so many requests, numbered."""
+    def take(self, count: int) -> list[LoadRequest]:
         if not self.read:
-            return [Wish(number, self.prompt, self.tokens) for number in range(count)]
+            return [LoadRequest(number, self.prompt, self.tokens) for number in range(count)]
         return [msgspec.structs.replace(self.read[at % len(self.read)], number=at) for at in range(count)]
 
 
-def read_prompts(path: Path, tokens: int) -> tuple[Wish, ...]:
-    """A text a line, or an object with `text` and, if it wants, `max_tokens`. Raises ValueError."""
-    found: list[Wish] = []
+def read_prompts(path: Path, tokens: int) -> tuple[LoadRequest, ...]:
+    """Reads a text a line, or an object with `text` and optionally `max_tokens`. Raises ValueError."""
+    found: list[LoadRequest] = []
     for line in path.read_text().splitlines():
         if line.strip():
-            said: Any = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
-            if not isinstance(said.get("text"), str):
+            row: Any = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
+            if not isinstance(row.get("text"), str):
                 raise ValueError(f"{path}: a prompt has no text")
-            found.append(Wish(len(found), 0, int(said.get("max_tokens", tokens)), text=said["text"]))
+            found.append(LoadRequest(len(found), 0, int(row.get("max_tokens", tokens)), text=row["text"]))
     if not found:
         raise ValueError(f"{path}: no prompts")
     return tuple(found)
 
 
-def of_workload(name: str, prompt: int, tokens: int) -> list[Wish]:
+def of_workload(name: str, prompt: int, tokens: int) -> list[LoadRequest]:
     """Makes the requests of a workload, all of which begin at once."""
-    return [Wish(at, *sizes) for at, sizes in enumerate(workload(name, prompt, tokens))]
+    return [LoadRequest(at, *sizes) for at, sizes in enumerate(workload(name, prompt, tokens))]
 
 
-def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[Wish]:
-    """Arrivals that do not wait for each other, so many a second on average."""
+def poisson(rate: float, seconds: float, source: Source, seed: int) -> list[LoadRequest]:
+    """Makes independent arrivals, `rate` a second on average."""
     generator, at, times = random.Random(seed), 0.0, list[float]()
     while (at := at + generator.expovariate(rate)) < seconds:
         times.append(at)
-    return [msgspec.structs.replace(wish, at=at) for wish, at in zip(source.take(len(times)), times, strict=True)]
+    return [msgspec.structs.replace(request, at=at) for request, at in zip(source.take(len(times)), times, strict=True)]
 
 
-def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[Wish], int]:
-    """A block trace at its own times, so many times as fast, and how many of its requests are too long for the model.
-    Raises ValueError."""
-    requests = read_blocks(path)[:limit]
-    fit = [one for one in requests if one.answer and one.tokens + one.answer <= max_context]
+def of_trace(path: Path, speed: float, limit: int | None, max_context: int) -> tuple[list[LoadRequest], int]:
+    """Returns a block trace at its own times, `speed` times as fast, and how many of its requests are too long for the
+    model. Raises ValueError."""
+    trace = read_blocks(path)[:limit]
+    fit = [one for one in trace if one.answer and one.tokens + one.answer <= max_context]
     if not fit:
         raise ValueError(f"{path}: no request fits into {max_context} tokens")
-    wishes = [Wish(at, one.tokens, one.answer, one.at / speed, blocks=one.blocks) for at, one in enumerate(fit)]
-    return wishes, len(requests) - len(fit)
+    requests = [
+        LoadRequest(at, one.tokens, one.answer, one.at / speed, blocks=one.blocks) for at, one in enumerate(fit)
+    ]
+    return requests, len(trace) - len(fit)
 
 
 def rates(text: str) -> Sequence[float]:
-    """`1,2.5,4`, all above zero. Raises ValueError."""
+    """Parses `1,2.5,4`, all above zero. Raises ValueError."""
     found = [float(part) for part in text.split(",")]
     if min(found) <= 0:
         raise ValueError
@@ -163,7 +161,7 @@ def rates(text: str) -> Sequence[float]:
 
 
 def counts(text: str) -> Sequence[int]:
-    """`1,2,4`, all above zero. Raises ValueError."""
+    """Parses `1,2,4`, all above zero. Raises ValueError."""
     found = [int(part) for part in text.split(",")]
     if min(found) < 1:
         raise ValueError
@@ -178,8 +176,8 @@ OPENING = 800  # characters of a file, to be gone on with
 
 
 def modules() -> dict[str, str]:
-    """Held-out modules by name, without tests: some systems install none. An installed wheel has no list of what
-    the demo models learnt; there the first modules of some length serve."""
+    """Returns held-out modules by name, without tests: some systems install none. An installed wheel has no list of
+    what the demo models learnt; there the first modules of some length serve."""
     lib = Path(sysconfig.get_paths()["stdlib"])
     try:
         from models.train.corpus import held_out_names, is_test
@@ -216,12 +214,11 @@ def _texts(name: str) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, length: int) -> str:
-    """About so many characters, without the last line break: that belongs to the next line's indentation."""
+    """Cuts about `length` characters, without the last line break: that belongs to the next line's indentation."""
     return text[start : text.rindex("\n", start, start + length)] if len(text) > start + length else text[start:]
 
 
 def _prose(text: str) -> str:
-    """A module's longest docstring."""
     nodes = [
         node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     ]

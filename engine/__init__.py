@@ -1,1 +1,1 @@
-"""Token ids in, token ids out. Knows no text, no gRPC and no Redis client."""
+"""Converts token ids to token ids. Knows no text, no gRPC and no Redis client."""

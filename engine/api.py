@@ -1,4 +1,4 @@
-"""What the engine takes and gives, as plain frozen data. Torch-free: the front process imports it.
+"""Defines the engine's input and output as plain frozen data. Torch-free: the front process imports it.
 
 Times are seconds on the clock of `time.monotonic`, which all processes of one Linux machine share.
 """
@@ -19,7 +19,7 @@ TRIAL_STEPS: Final = 256  # after which a switch is no longer blamed for steps t
 
 
 class Priority(enum.IntEnum):
-    """Who goes first when there is a queue. Waiting requests age, so that none waits for ever."""
+    """Order in the queue. Waiting requests age, so that none waits forever."""
 
     BACKGROUND = 0
     NORMAL = 1
@@ -30,17 +30,15 @@ AGING = 10.0  # seconds of waiting that weigh as much as one priority level
 
 
 class FinishReason(enum.StrEnum):
-    """Why an answer ended well, from engine to cache to wire. Ending badly is an exception of `engine.errors`."""
+    """Reason of a good ending, from engine to cache to wire. Failures are exceptions of `engine.errors`."""
 
     STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
     LENGTH = "length"
     TIME_BUDGET = "time_budget"
-    STOP_STRING = "stop_string"  # said by the front alone: the engine knows no text
+    STOP_STRING = "stop_string"  # used by the front alone: the engine knows no text
 
 
 class EngineState(enum.StrEnum):
-    """What the engine process is doing."""
-
     LOADING = "loading"
     READY = "ready"
     RESTARTING = "restarting"
@@ -48,7 +46,7 @@ class EngineState(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is drawn, every value resolved.
+    """Sampling parameters, every value resolved.
 
     Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
     temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone.
@@ -79,7 +77,7 @@ GREEDY = SamplingParams(
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """When a sequence ends. Stop strings are text, hence the front's business."""
+    """Bounds of a sequence. Stop strings are text, hence checked by the front."""
 
     max_tokens: int  # 0 only with prompt_logprobs
     min_tokens: int = 0  # before it no stop token is drawn
@@ -87,16 +85,14 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """What an answer must look like. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing
-    may follow, the answer ends without one, even before min_tokens."""
+    """Constraint of an answer. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing may
+    follow, the answer ends without one, even before min_tokens."""
 
     grammar: str  # in the notation of llguidance
     owner: str = ""  # the caller whose share of memory and processes it takes
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate."""
-
     request_id: str  # unique among live requests
     token_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -126,8 +122,6 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How a sequence ended, with what it took."""
-
     reason: FinishReason
     stop_token_id: int | None  # where a stop token ended it; it is then also the last of the token ids
     cached_tokens: int  # of the prompt, whose keys and values were there
@@ -138,7 +132,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How a sequence began: what a reader that stops before the end would otherwise never learn."""
+    """Facts of a sequence's start, which a reader that stops early would otherwise miss."""
 
     cached_tokens: int
     queue: float  # as in Finish
@@ -146,7 +140,8 @@ class Start:
 
 
 class TokenEvents(NamedTuple):
-    """What one step brought to one sequence. Several ids where a step makes several; none where it only finishes."""
+    """Tokens that one step added to one sequence. Several ids where a step makes several; none where it only
+    finishes."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
@@ -159,7 +154,7 @@ class TokenEvents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objection:
-    """Why a decoder was passed over."""
+    """Reason why a decoder was not chosen."""
 
     decoder: str
     reason: str
@@ -167,7 +162,7 @@ class Objection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Why an optimisation does nothing for this model on this machine, be it on or off."""
+    """Reason why an optimisation does nothing for this model on this machine, on or off."""
 
     name: str
     reason: str
@@ -175,7 +170,7 @@ class Unused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverted:
-    """A switch that was turned back, since what ran with it failed."""
+    """A switch that was reverted, since steps failed with it."""
 
     name: str
     enabled: bool  # as it is now
@@ -184,16 +179,12 @@ class Reverted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerInfo:
-    """Who could guess what follows, for speculative decoding."""
-
     name: str
     why_not: str = ""  # empty where it is in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What was loaded and how it is run."""
-
     architecture: str
     weight_format: str
     dtype: str  # of arithmetic
@@ -211,7 +202,7 @@ class ModelInfo:
     weights_digest: str  # SHA-256, hexadecimal
     texts_digest: str = ""  # of the files that decide how text and ids become each other; empty without a folder
     lookahead_tokens: int = 0  # how far beyond a row's first new token its pages must reach
-    max_tokens_per_row: int = 1  # most ids that a step brings a sequence
+    max_tokens_per_row: int = 1  # most ids that a step adds to a sequence
     unused: tuple[Unused, ...] = ()
     draft_model: str = ""  # its folder's name; empty where there is none
     proposers: tuple[ProposerInfo, ...] = ()
@@ -219,7 +210,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """What the shared tier of keys and values did since the engine started, as `cache` counts it."""
+    """Counts of the shared tier since the engine started, as `cache` makes them."""
 
     counts: tuple[tuple[str, str, int], ...] = ()  # event, its label, how often
     times: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # event, buckets of `cache.counters`, seconds
@@ -228,14 +219,12 @@ class TierReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the engine is, as of its last report."""
-
     running: int = 0
     waiting: int = 0
     paused: int = 0
     most_running: int = 0  # that may run at once now; 0: not known
     used_pages: int = 0  # that live sequences need
-    kept_pages: int = 0  # that nobody needs now, kept for prompts that begin alike
+    kept_pages: int = 0  # that are unused now, kept for prompts that begin alike
     total_pages: int = 0
     steps: int = 0
     begun: int = 0  # sequences that had their first token
@@ -259,15 +248,15 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvents: ...
 
     def batch(self, tokens: int, delay: float) -> None:
-        """For a reader that need not wake for every token: from now on events are given when so many tokens are there,
-        `delay` seconds after the first of them, or at the end, whichever comes first."""
+        """Batches events for a reader that need not wake for every token: from now on they are given when there are
+        `tokens`, `delay` seconds after the first of them, or at the end, whichever comes first."""
 
     def cancel(self) -> None:
         """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read
         to its end."""
 
     def abort(self, reason: str) -> None:
-        """As cancel, but the reader gets `Aborted`."""
+        """Cancels; the reader gets `Aborted`."""
 
 
 class Engine(Protocol):
@@ -278,7 +267,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> ModelInfo | None:
-        """None until it was ready once."""
+        """Returns None until it was ready once."""
 
     @property
     def load(self) -> EngineLoad: ...
@@ -288,11 +277,11 @@ class Engine(Protocol):
 
     @property
     def deaths(self) -> Mapping[str, int]:
-        """How often its process came to an end that nobody wished, by the reason."""
+        """Counts ends of its process that were not requested, by reason."""
 
     @property
     def quarantines(self) -> int:
-        """Requests that were found to end it, and are refused."""
+        """Counts requests that were found to crash it, and are refused."""
 
     @property
     def reverted(self) -> Mapping[str, Reverted]:
@@ -300,7 +289,7 @@ class Engine(Protocol):
 
     @property
     def reverts(self) -> Mapping[str, int]:
-        """How often that happened, by name."""
+        pass
 
     async def start(self) -> None:
         """Returns when the engine is ready. Raises InvalidModel or Unsupported where it never will be."""
@@ -309,15 +298,15 @@ class Engine(Protocol):
         """Raises EngineUnavailable unless the engine is ready."""
 
     def unavailable(self) -> EngineUnavailable:
-        """What to raise while it is not ready: why, and when to come back."""
+        """Returns the error while it is not ready: why, and when to retry."""
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
         """Returns when it is set. Raises Unsupported for a name that the engine does not have."""
 
     async def profile(self, seconds: float) -> str:
-        """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+        """Returns Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
 
     def set_log_level(self, level: LogLevel) -> None:
-        """Of the engine process, this one and those to come."""
+        """Applies to this engine process and later ones."""
 
     async def close(self) -> None: ...

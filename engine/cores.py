@@ -1,4 +1,4 @@
-"""How many cores this process may use: what its affinity allows, and no more than a container's share of time.
+"""Counts the cores that this process may use: within its affinity and its container's share of time.
 
 Standard library only.
 """
@@ -13,7 +13,7 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """At least 1. A share that is no whole number is rounded down: a thread more would be stopped again and again."""
+    """Returns at least 1. A fractional share is rounded down: a further thread would be throttled again and again."""
     shares = [len(os.sched_getaffinity(0)), *_quotas(root)]
     return max(1, int(min(shares)))
 
@@ -36,8 +36,8 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _limits(top: Path, path: str) -> Iterator[float]:
-    """Of the group and all above it. In a container without a namespace of its own the path is the host's, and what is
-    not there limits nothing."""
+    """Yields the limits of the group and all above it. In a container without a namespace of its own the path is the
+    host's, and a missing file limits nothing."""
     group = Path(os.path.normpath(top / path.lstrip("/")))  # `..`, where the group lies outside of our namespace
     for folder in {top, *(one for one in (group, *group.parents) if one.is_relative_to(top))}:
         quota, _, period = _text(folder / "cpu.max").partition(" ")

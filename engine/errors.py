@@ -1,4 +1,4 @@
-"""What can go wrong, as callers of the engine see it.
+"""Lists the engine's errors as its callers see them.
 
 EngineError
 ├── InvalidModel        the model folder cannot be served; says which file and what to do
@@ -17,20 +17,18 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Root of all errors that leave the engine."""
+    pass
 
 
 class InvalidModel(EngineError):
-    """The model folder cannot be served. The text is one line that names the file and the remedy."""
+    """The text is one line that names the file and the remedy."""
 
 
 class Unsupported(EngineError):
-    """This build, model or machine lacks what was asked for."""
+    pass
 
 
 class EngineUnavailable(EngineError):
-    """The engine is loading, restarting or stopped."""
-
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds
@@ -49,16 +47,16 @@ class ConstraintUnmet(EngineError):
 
 
 class ConstraintTooCostly(EngineError):
-    """The request's constraint took more time or memory than a constraint may. Trying again is no use."""
+    """The request's constraint took more time or memory than a constraint may. Retrying is useless."""
 
 
 class Quarantined(EngineError):
-    """The request has ended the engine process twice, with nobody else in the step. Trying again is no use."""
+    """The request has crashed the engine process twice, alone in the step. Retrying is useless."""
 
 
 class DeadlineExceeded(EngineError):
-    """The caller's deadline passed before the request was done."""
+    pass
 
 
 class Aborted(EngineError):
-    """The request was ended from outside."""
+    pass

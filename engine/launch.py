@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Begun:
-    """A process that was started before it is known what it will load. Once it is told, it imports what it needs for
-    that, which takes seconds, and loads it; until a `Child` takes it, what it says waits in its socket."""
+    """Holds a process that was started before its settings are known. Once configured, it imports what it needs, which
+    takes seconds, and loads; until a `Child` takes it, its reports wait in its socket."""
 
     def __init__(self, kind: str = "fake") -> None:
         """`kind`: what it will probably load; a model's imports begin at once. Raises OSError."""
@@ -31,24 +31,23 @@ class Begun:
             self._socket.close()
             raise
         self._taken = False
-        self.told = False
+        self.configured = False
 
     def tell(self, settings: EngineSettings) -> None:
-        """What to load."""
         from engine.ipc.frames import configure
         from engine.ipc.framing import encode  # while the process starts
 
-        self.told = True
+        self.configured = True
         with contextlib.suppress(OSError):  # it has ended, which who takes it will see
             self._socket.sendall(encode(configure(settings)))
 
     def take(self) -> tuple[socket.socket, subprocess.Popen[bytes], StepMark]:
-        """Its end is then the caller's business."""
+        """Transfers the process to the caller, which must end it."""
         self._taken = True
         return self._socket, self._process, self._mark
 
     def end(self) -> None:
-        """Unless somebody has taken it."""
+        """Ends the process unless it was taken."""
         if not self._taken:
             self._socket.close()
             self._process.kill()
@@ -57,7 +56,7 @@ class Begun:
 
 @contextlib.contextmanager
 def _step_mark() -> Iterator[tuple[int, StepMark]]:
-    """A fresh one, and the descriptor for the other end."""
+    """Yields a fresh mark, and the descriptor for the other end."""
     fd = StepMark.create()
     try:
         yield fd, StepMark(fd)
@@ -66,7 +65,7 @@ def _step_mark() -> Iterator[tuple[int, StepMark]]:
 
 
 def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
-    """The interpreter ignores the working folder, so that no `engine` there is taken for ours."""
+    """Launches an interpreter that ignores the working folder, so that no `engine` there is taken for ours."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[1]
     if home.name not in ("site-packages", "dist-packages"):

@@ -1,4 +1,4 @@
-"""The log's lines, of the front and of the engine process: text, or one JSON object a line."""
+"""Formats log lines of front and engine process: text, or one JSON object a line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class JsonLines(logging.Formatter):
 
 
 def use_json(process: str) -> None:
-    """For all handlers of this process's log."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(JsonLines(process))
     logging.captureWarnings(True)

@@ -1,6 +1,6 @@
-"""Every setting of the engine: its name, type, default, bounds and help, once. No torch.
+"""Defines every setting of the engine once: name, type, default, bounds and help. No torch.
 
-An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree as it stands.
+An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree unchanged.
 `EngineSettings` is what the engine process gets at its start: all of them, resolved and validated.
 """
 
@@ -28,14 +28,14 @@ KvDtype = Literal["auto", "fp8"]
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
-    """A field of an options class. `help` names the unit; `bounds` are read by the tree's validation, but for `needs`,
-    the switch without which this one does nothing."""
+    """Declares a field of an options class. `help` names the unit; the tree's validation reads `bounds`, except
+    `needs`, the switch without which this one does nothing."""
     return field(default=default, metadata={"description": help, **bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Which engine runs, and what it keeps for finding faults."""
+    """Chooses the engine, and what it records for finding faults."""
 
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
     hang_timeout: float = setting(
@@ -57,8 +57,6 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """How the model is loaded and run."""
-
     device: Device = setting("auto", "what computes; auto: a GPU where one is usable")
     dtype: Dtype = setting("auto", "of arithmetic; auto: the weights' own on a GPU, on a CPU as its units have it")
     decoder: DecoderChoice = setting("auto", "the best executor that is allowed; auto: any that this machine can use")
@@ -71,14 +69,12 @@ class ModelOptions:
     )
     seed: int = setting(0, "of dummy weights", ge=0)
     draft_model: str | None = setting(
-        None, "folder of a smaller model with the same tokenizer, which guesses what the model will say"
+        None, "folder of a smaller model with the same tokenizer, which drafts what the model will answer"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """How the engine shares itself out."""
-
     max_sequences: int | None = setting(
         None, "sequences that run at once; unset: 64 on a CPU, on a GPU 512 or what its memory is for", ge=1, le=1024
     )
@@ -136,13 +132,11 @@ class FakeSettings:
     step_time: float = setting(0.0, "seconds a step takes", ge=0, le=60)
     tokens_per_step: int = setting(1, "that a sequence gets", ge=1, le=1024)
     faults: bool = setting(False, "obey prompts that break things, for tests")
-    stamps: bool = setting(False, "log-probabilities say when an id was made, for measuring the front")
+    stamps: bool = setting(False, "log-probabilities carry the time when an id was made, for measuring the front")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelOptions, EngineOptions):
-    """Everything the engine process needs to know."""
-
     model: str  # the folder; empty for a fake that speaks bytes
     model_digest: str | None = None  # that the folder must have, as `quant.checkpoint.digest.of_model` writes it
     log_level: LogLevel = "info"
@@ -152,6 +146,5 @@ class EngineSettings(PrefixSwitches, ExecutionSwitches, SchedulerOptions, ModelO
 
 
 def switches_of(settings: EngineSettings) -> dict[str, bool]:
-    """Each of the engine's switches as the settings have it."""
     names = [one.name for kind in (ExecutionSwitches, PrefixSwitches) for one in fields(kind)]
     return {name: getattr(settings, name) for name in names}

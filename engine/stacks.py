@@ -1,10 +1,10 @@
-"""Where a process spends its time: the Python stacks of its threads, looked at a hundred times a second.
+"""Samples the Python stacks of a process's threads a hundred times a second.
 
-Text with one stack a line, outermost frame first, and how often it was seen, as flame graph tools and speedscope read
-it: `thread;outer (path:7);inner (path:12) 41`. It names functions and lines; no value of a variable is ever looked at.
-Costs nothing while no sampler runs.
+Text with one stack a line, outermost frame first, and its count, as flame graph tools and speedscope read it:
+`thread;outer (path:7);inner (path:12) 41`. It names functions and lines; no value of a variable is ever read. Costs
+nothing while no sampler runs.
 
-What is seen is wall-clock time: a thread that waits is seen waiting. A thread that holds the GIL in C is seen at the
+Samples are of wall-clock time: a waiting thread is sampled waiting. A thread that holds the GIL in C is sampled at the
 line that it called from, and less often than it should be.
 """
 
@@ -18,7 +18,7 @@ from pathlib import PurePath
 from types import CodeType, FrameType
 
 HERTZ = 100
-MOST_BYTES = 4 * 1024 * 1024  # of the text; the rarest stacks are left out, and their number is told
+MOST_BYTES = 4 * 1024 * 1024  # of the text; the rarest stacks are left out, and their number is given
 _MOST_STACKS = 20_000  # kept apart; others are counted as one
 _DEEPEST = 128  # frames of a stack, innermost ones first
 _CUT = "(outer frames left out)"
@@ -28,7 +28,7 @@ _Stack = tuple[str | tuple[CodeType, int], ...]  # outermost first; code and lin
 
 
 class StackSampler:
-    """Samples from `start` to `finish`, `seconds` at most: nobody need come back for it."""
+    """Samples from `start` to `finish`, `seconds` at most, even if `finish` is never called."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -38,7 +38,7 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="stack sampler", daemon=True)
 
     def start(self) -> None:
-        """In a thread of its own."""
+        """Samples in a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class StackSampler:
 
 
 def _text(seen: Counter[_Stack]) -> str:
-    """Most frequent first."""
+    """Renders the most frequent first."""
     names: dict[CodeType, tuple[str, str]] = {}
     lines: list[str] = []
     size, left_out = 0, 0
@@ -104,7 +104,7 @@ def _frame(one: str | tuple[CodeType, int], names: dict[CodeType, tuple[str, str
 
 
 def _short(path: str) -> str:
-    """As it would be imported, without the folders of this machine."""
+    """Shortens a path to the importable part, without the folders of this machine."""
     parents = [one for one in sys.path if one and path.startswith(one.rstrip("/") + "/")]
     if parents:
         return path[len(max(parents, key=len).rstrip("/")) + 1 :]
@@ -112,5 +112,5 @@ def _short(path: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """ASCII without the signs that part frames, stacks and counts."""
+    """Replaces non-ASCII and the signs that separate frames, stacks and counts."""
     return "".join(sign if " " <= sign <= "~" and sign != ";" else "_" for sign in text)

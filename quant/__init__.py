@@ -1,1 +1,1 @@
-"""Quantized weights: reads, makes and judges them. Pure torch, runs without a GPU, imports nothing of ours."""
+"""Reads, makes and evaluates quantized weights. Pure torch, runs without a GPU, imports nothing of ours."""

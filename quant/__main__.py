@@ -19,7 +19,7 @@ from quant.checkpoint.errors import CheckpointError
 from quant.checkpoint.named import FOLDER, misnamed
 from quant.claim import claimed
 from quant.errors import CannotQuantize
-from quant.progress import Progress, shown
+from quant.progress import Progress, progress_display
 
 USAGE = 2  # exit codes
 STOPPED = 130
@@ -36,11 +36,11 @@ _CONVERT = (
     "(pytorch_model.bin, .pth, .pt, .ckpt), which are never unpickled, so that no code in them runs. The folder "
     "appears whole or not at all."
 )
-_MAKER_CODES = "Exit code: 0 made; 1 impossible, one line says why; 2 wrong usage; 130 ctrl-C."
+_MAKER_CODES = "Exit code: 0 made; 1 impossible, one line has the reason; 2 wrong usage; 130 ctrl-C."
 _QUANTIZER_CODES = (
     "Exit code: 0 made, and all bars are met; 1 impossible, or made and a bar is missed; 2 wrong usage; 130 ctrl-C."
 )
-_JUDGE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
+_EVALUATE_CODES = "Exit code: 0 judged; 1 impossible, or a bar was missed; 2 wrong usage; 130 ctrl-C."
 _ON_STOP = {"quantize": "; the same command goes on from here"}
 
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if model is not None and (refused := misnamed(model)):
             sys.stderr.write(f"{refused}\n")
             return USAGE
-    progress = shown()
+    progress = progress_display()
     try:
         with _interruptible(), claimed(given.out) if "out" in given else nullcontext():
             _check(given)
@@ -114,7 +114,6 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _quantize(given: argparse.Namespace, progress: Progress) -> tuple[str, tuple[str, ...]]:
-    """What to print, and the bars that were missed."""
     from quant.quantizer import QuantizeOptions, quantize
 
     options = QuantizeOptions(
@@ -168,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="whippet", description="Quantize a model folder, judge or convert one.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_quantize(commands.add_parser("quantize", description=_QUANTIZE, epilog=_QUANTIZER_CODES, allow_abbrev=False))
-    _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_JUDGE_CODES, allow_abbrev=False))
+    _add_evaluate(commands.add_parser("evaluate", description=_EVALUATE, epilog=_EVALUATE_CODES, allow_abbrev=False))
     change = commands.add_parser("convert", description=_CONVERT, epilog=_MAKER_CODES, allow_abbrev=False)
     change.add_argument(
         "model", type=Path, metavar="MODEL", help="GGUF file, or folder with config.json and pickled weights"
@@ -200,14 +199,16 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     _add_machine(make)
 
 
-def _add_evaluate(judge: argparse.ArgumentParser) -> None:
-    judge.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
-    judge.add_argument("--against", type=Path, metavar="BASE", help="compare with this one, of the same tokenizer")
-    judge.add_argument("--text", type=Path, required=True, metavar="FILE", help="what both models read, in UTF-8")
-    judge.add_argument("--windows", type=int, metavar="N", help="how many, spread over the text; default: all")
-    judge.add_argument("--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s")
-    judge.add_argument("--json", action="store_true", help="print one JSON object")
-    _add_machine(judge)
+def _add_evaluate(evaluate: argparse.ArgumentParser) -> None:
+    evaluate.add_argument("model", type=Path, metavar="MODEL", help=FOLDER)
+    evaluate.add_argument("--against", type=Path, metavar="BASE", help="compare with this one, of the same tokenizer")
+    evaluate.add_argument("--text", type=Path, required=True, metavar="FILE", help="what both models read, in UTF-8")
+    evaluate.add_argument("--windows", type=int, metavar="N", help="how many, spread over the text; default: all")
+    evaluate.add_argument(
+        "--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_machine(evaluate)
 
 
 def _add_machine(command: argparse.ArgumentParser) -> None:

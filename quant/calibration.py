@@ -1,7 +1,5 @@
-"""Token windows to calibrate on and to judge with: from a text file, or sampled from the model itself.
-
-calibration.txt is what is taken where no text is named. SmolLM2-135M-Instruct wrote it (`scripts/calibration_text.py`).
-"""
+"""Makes token windows to calibrate on and to evaluate with: from a text file, or sampled from the model itself. Without
+a text, calibration.txt is used. SmolLM2-135M-Instruct wrote it (`scripts/calibration_text.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from quant.errors import CannotQuantize
 _TEXT_LIMIT: Final = 64 << 20  # bytes
 _ENCODE_AT_ONCE: Final = 1 << 20  # characters
 _KEPT_BYTES: Final = 512 << 20  # keys and values of the sequences that are written together
-_TOGETHER: Final = 16  # sequences that are written together at most: so many are lost where a run is stopped
+_TOGETHER: Final = 16  # sequences that are written together at most: these are lost where a run is stopped
 SHIPPED: Final = Path(__file__).with_name("calibration.txt")
 
 
@@ -103,7 +101,7 @@ def kept_bytes(config: ModelConfig) -> int:
 
 
 def split(windows: torch.Tensor, held_out: int) -> Windows:
-    """Every so many-th window is held out, so that both parts see all of the text."""
+    """Holds out windows at regular intervals, so that both parts see all of the text."""
     if not 0 < held_out < len(windows):
         raise CannotQuantize(f"the text gives {len(windows)} windows, too few to hold {held_out} out: give more text")
     places = torch.linspace(0, len(windows) - 1, held_out).round().long()
@@ -138,7 +136,6 @@ def _encode(tokenizer: Tokenizer, text: str) -> torch.Tensor:
 
 
 def _prefix(tokenizer: Tokenizer) -> list[int]:
-    """The ids that the tokenizer puts before every text."""
     bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
     return list(full[: full.index(bare[0])]) if bare and bare[0] in full else []
 

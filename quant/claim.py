@@ -13,8 +13,8 @@ from quant.errors import CannotQuantize
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Raises CannotQuantize where another process has it. The kernel lets go of what a dead process held: the lock is
-    on a file beside the folder, and what is left of that file says nothing."""
+    """Raises CannotQuantize where another process has it. The kernel releases what a dead process held: the lock is on
+    a file beside the folder, and the rest of that file means nothing."""
     whole = out.resolve()
     path = whole.with_name(f".{whole.name}.writing")
     try:

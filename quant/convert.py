@@ -48,9 +48,7 @@ class _Holder(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor that is to be written."""
-
+class _TensorToWrite:
     name: str
     file: _Holder
     dtype: torch.dtype
@@ -83,10 +81,10 @@ class _Pickled:
     def file(self, name: str) -> Path:
         return self._held[name].path
 
-    def parts(self) -> Iterator[_Part]:
+    def parts(self) -> Iterator[_TensorToWrite]:
         """What shares its numbers with another, or is a piece of it, gets its own."""
         return (
-            _Part(name, file, self.dtype(name), self.shape(name), file.nbytes(name))
+            _TensorToWrite(name, file, self.dtype(name), self.shape(name), file.nbytes(name))
             for name, file in self._held.items()
         )
 
@@ -114,7 +112,7 @@ def convert(source: Path, out: Path, progress: Progress) -> str:
     return made if gguf is None else f"{made}{gguf.costs}\n"
 
 
-def _of_pickles(source: Path) -> list[_Part]:
+def _of_pickles(source: Path) -> list[_TensorToWrite]:
     config = load_config(source)
     weights = _Pickled(source)
     check_folder(weights, config, read_spec(source, weights.names()))
@@ -122,11 +120,11 @@ def _of_pickles(source: Path) -> list[_Part]:
     return [part for part in weights.parts() if part.name != tied]
 
 
-def _of_gguf(weights: GgufWeights) -> list[_Part]:
+def _of_gguf(weights: GgufWeights) -> list[_TensorToWrite]:
     parts = []
     for name in weights.names():
         dtype, shape = weights.dtype(name), weights.shape(name)
-        parts.append(_Part(name, weights, dtype, shape, math.prod(shape) * dtype.itemsize))
+        parts.append(_TensorToWrite(name, weights, dtype, shape, math.prod(shape) * dtype.itemsize))
     return parts
 
 
@@ -166,9 +164,9 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     return tuple(index.parent / name for name in names)
 
 
-def _shards(parts: Sequence[_Part], limit: int) -> list[list[_Part]]:
+def _shards(parts: Sequence[_TensorToWrite], limit: int) -> list[list[_TensorToWrite]]:
     """At most `limit` bytes each; a larger tensor stays alone."""
-    shards: list[list[_Part]] = []
+    shards: list[list[_TensorToWrite]] = []
     size = 0
     for part in parts:
         if not shards or size + part.size > limit:
@@ -179,7 +177,7 @@ def _shards(parts: Sequence[_Part], limit: int) -> list[list[_Part]]:
     return shards
 
 
-def _write(shards: Sequence[Sequence[_Part]], folder: Path, progress: Progress) -> None:
+def _write(shards: Sequence[Sequence[_TensorToWrite]], folder: Path, progress: Progress) -> None:
     total = sum(part.size for shard in shards for part in shard)
     done = 0
     weight_map: dict[str, str] = {}
@@ -194,7 +192,7 @@ def _write(shards: Sequence[Sequence[_Part]], folder: Path, progress: Progress) 
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_shard(path: Path, shard: Sequence[_Part]) -> Iterator[int]:
+def _write_shard(path: Path, shard: Sequence[_TensorToWrite]) -> Iterator[int]:
     """Yields the bytes of each tensor that is written."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -11,7 +11,7 @@ import torch
 from quant.block import Block, BlockWeights, KeyValues, rms_norm
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.formats import read_spec
-from quant.checkpoint.forms import Dense, Linear
+from quant.checkpoint.forms import CheckpointLinear, Dense
 from quant.checkpoint.linear import read_linear
 from quant.checkpoint.opening import open_checkpoint
 from quant.checkpoint.reading import load_config
@@ -134,7 +134,7 @@ class Decoder:
                 weights[f"{name}.bias"] = linear.bias.to(device).float()
         return weights
 
-    def linears(self, index: int) -> Iterator[tuple[str, Linear]]:
+    def linears(self, index: int) -> Iterator[tuple[str, CheckpointLinear]]:
         for name, (inputs, outputs) in layer_linears(self.config).items():
             yield name, read_linear(self._source, f"{layer_prefix(index)}.{name}", self._spec, inputs, outputs)
 

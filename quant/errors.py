@@ -1,7 +1,8 @@
-"""What keeps a model from being quantized or judged, beside faults of its folder (`quant.checkpoint.errors`)."""
+"""Lists what keeps a model from being quantized or evaluated, beside faults of its folder
+(`quant.checkpoint.errors`)."""
 
 from __future__ import annotations
 
 
 class CannotQuantize(Exception):
-    """A model, a job or a machine that the quantizer cannot work with. One line that says why and what to do."""
+    """The quantizer cannot work with a model, a job or a machine. One line with the reason and the remedy."""

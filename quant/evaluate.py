@@ -46,8 +46,6 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """tokens: how many were predicted."""
-
     windows: int
     tokens: int
     perplexity: float
@@ -90,8 +88,6 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Heard:
-    """Progress over several chunks of windows, as one phase."""
-
     progress: Progress
     chunk: int
     chunks: int
@@ -111,8 +107,6 @@ class _Window:
 
 
 class _Scores:
-    """What was found, window by window."""
-
     def __init__(self) -> None:
         self._found: list[_Window] = []
 

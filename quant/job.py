@@ -30,7 +30,7 @@ _SHARD_BYTES: Final = 4 << 30
 Record = Mapping[str, Any]  # JSON
 
 
-class Job:
+class QuantizeJob:
     """Every method leaves the folder in a state from which `Job.open` goes on."""
 
     def __init__(self, out: Path, state: dict[str, Any]) -> None:
@@ -39,13 +39,13 @@ class Job:
         self._state = state
 
     @staticmethod
-    def open(out: Path, key: str) -> Job:
+    def open(out: Path, key: str) -> QuantizeJob:
         """A new job, or the unfinished one of the same key. One of another key is in the way once a layer is done."""
         path = out / ".partial" / "state.json"
         if path.is_file():
             state: dict[str, Any] = read_json(path, "remove the folder and start again")
             if state.get("key") == key:
-                return Job(out, state)
+                return QuantizeJob(out, state)
             if state.get("layers") != [] or state.get("assembled"):
                 raise CannotQuantize(
                     f"{out.name} holds an unfinished job of another model or other options: "
@@ -55,13 +55,12 @@ class Job:
         if out.exists() and (not out.is_dir() or any(entry != path.parent for entry in out.iterdir())):
             raise CannotQuantize(f"{out.name} is there already and is not an unfinished job: name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
-        job = Job(out, {"key": key, "layers": [], "assembled": False})
+        job = QuantizeJob(out, {"key": key, "layers": [], "assembled": False})
         job._save()
         return job
 
     @property
     def layers(self) -> tuple[Record, ...]:
-        """What was recorded of each finished layer."""
         return tuple(self._state["layers"])
 
     @property
@@ -73,7 +72,6 @@ class Job:
         return self._state.get("notes", {}).get(name)
 
     def note(self, name: str, value: Any) -> None:
-        """Stores a value as JSON."""
         self._state.setdefault("notes", {})[name] = value
         self._save()
 
@@ -111,7 +109,6 @@ class Job:
             part.unlink()
 
     def assembled_elsewhere(self) -> None:
-        """Another package wrote the model folder."""
         self._state["assembled"] = True
         self._save()
 

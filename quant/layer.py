@@ -100,12 +100,10 @@ class LayerCalibration:
         return choice.alpha
 
     def _stays(self, fold: Fold) -> bool:
-        """Returns whether the fold's linears stay in eight bits."""
         return fold.linears[0] in self._eight
 
 
 def _rounded(weight: torch.Tensor, seen: Activations, feedback: Feedback | None) -> tuple[Int4Groups | Int8Rows, float]:
-    """And the share of groups whose range was cut."""
     if feedback is None:
         return round_rows(weight), 0.0
     ranges = search_ranges(weight, seen)

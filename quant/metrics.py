@@ -1,4 +1,4 @@
-"""How much worse one model is than another, as pure functions of what both said about the same text.
+"""Measures how much worse one model is than another, as pure functions of both models' outputs for the same text.
 
 perplexity    exp of the mean negative log-likelihood a token
 KL            mean over positions of KL(base || model), in nats

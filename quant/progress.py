@@ -38,16 +38,16 @@ class Lines:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._phase = ""
-        self._since = self._said = 0.0
+        self._since = self._reported = 0.0
         self._first = self._done = 0
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         now = self._clock()
         if self._phase != phase:
             self._phase, self._since, self._first = phase, now, done
-        elif done == self._done or (done < total and now - self._said < _PAUSE):
+        elif done == self._done or (done < total and now - self._reported < _PAUSE):
             return
-        self._said, self._done = now, done
+        self._reported, self._done = now, done
         sys.stderr.write(f"{phase} {done:,} of {total:,}{self._left(now, done, total)}\n")
         sys.stderr.flush()
 
@@ -62,6 +62,6 @@ class Lines:
         return f", {left // 60}:{left % 60:02} left"
 
 
-def shown() -> Bars | Lines:
-    """As stderr is."""
+def progress_display() -> Bars | Lines:
+    """Chooses bars or lines by whether stderr is a terminal."""
     return Bars() if sys.stderr.isatty() else Lines()

@@ -22,12 +22,12 @@ from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, layer_linears,
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
 from quant.evaluate import evaluate
-from quant.job import Job, job_key
+from quant.job import QuantizeJob, job_key
 from quant.packages import run_autoawq, run_bitsandbytes
 from quant.progress import Progress
 from quant.recipes import AwqRecipe, Int8Recipe, Recipe
-from quant.report import Report
-from quant.sensitivity import Plan, least_bits, measure, plan, uniform
+from quant.report import QuantizeReport
+from quant.sensitivity import BitPlan, least_bits, measure, plan, uniform
 
 Target = Literal["awq", "int8"]
 Engine = Literal["own", "autoawq", "bitsandbytes"]
@@ -57,13 +57,13 @@ class QuantizeOptions:
     device: str = "cpu"
 
 
-def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progress) -> Report:
+def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progress) -> QuantizeReport:
     """Makes `out`, or goes on with it where an earlier run was stopped. The source is never written to."""
     source = Checkpoint(model)
     options = _checked(source, options)
     decoder = Decoder.open(model, torch.device(options.device))
     about = _about(options)
-    job = Job.open(out, job_key(source, about))
+    job = QuantizeJob.open(out, job_key(source, about))
     with torch.inference_mode():
         windows = _windows(decoder, source, options, job, progress)
     if not job.assembled:
@@ -73,7 +73,7 @@ def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progres
             _run_package(model, out, options, windows)
             job.assembled_elsewhere()
     evaluation = evaluate(out, windows.held_out, model, progress, decoder.device)
-    report = Report(about, source.nbytes(), Checkpoint(out).nbytes(), job.layers, evaluation, job.noted("plan"))
+    report = QuantizeReport(about, source.nbytes(), Checkpoint(out).nbytes(), job.layers, evaluation, job.noted("plan"))
     report.write(out)
     job.close()
     return report
@@ -81,7 +81,12 @@ def quantize(model: Path, out: Path, options: QuantizeOptions, progress: Progres
 
 @torch.inference_mode()
 def _run_own(
-    decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
+    decoder: Decoder,
+    source: Checkpoint,
+    options: QuantizeOptions,
+    windows: Windows,
+    job: QuantizeJob,
+    progress: Progress,
 ) -> None:
     outside = _outside(source, decoder.config)
     recipe = _recipe(decoder, source, options, windows, job, progress)
@@ -152,7 +157,7 @@ def _group(options: QuantizeOptions) -> int:
     return options.group
 
 
-def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> None:
+def _run_layers(recipe: Recipe, layers: int, job: QuantizeJob, progress: Progress) -> None:
     progress("layers", len(job.layers), layers)
     for index in range(len(job.layers), layers):
         start = time.monotonic()
@@ -163,7 +168,12 @@ def _run_layers(recipe: Recipe, layers: int, job: Job, progress: Progress) -> No
 
 
 def _recipe(
-    decoder: Decoder, source: Checkpoint, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress
+    decoder: Decoder,
+    source: Checkpoint,
+    options: QuantizeOptions,
+    windows: Windows,
+    job: QuantizeJob,
+    progress: Progress,
 ) -> Recipe:
     if options.format == "int8":
         return Int8Recipe(decoder, source)
@@ -175,17 +185,19 @@ def _recipe(
     return AwqRecipe(decoder, _plan(decoder, options, windows, job, progress), hidden.to(decoder.device))
 
 
-def _plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, job: Job, progress: Progress) -> Plan:
-    """Which linears have eight bits: as an earlier run of the job found, or as the model's own answers say."""
+def _plan(
+    decoder: Decoder, options: QuantizeOptions, windows: Windows, job: QuantizeJob, progress: Progress
+) -> BitPlan:
+    """Returns which linears have eight bits: from an earlier run of the job, or from the model's own answers."""
     noted = job.noted("plan")
     if noted is None:
         noted = asdict(_new_plan(decoder, options, windows, progress))
         job.note("plan", noted)
     eight = {int(layer): tuple(names) for layer, names in noted["eight"].items()}
-    return Plan(noted["group"], eight, noted["bits"])
+    return BitPlan(noted["group"], eight, noted["bits"])
 
 
-def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, progress: Progress) -> Plan:
+def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, progress: Progress) -> BitPlan:
     if options.budget is None:
         return uniform(_group(options))
     groups = _groups(options)
@@ -193,7 +205,9 @@ def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, prog
     return plan(parts, options.budget, groups)
 
 
-def _windows(decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: Job, progress: Progress) -> Windows:
+def _windows(
+    decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: QuantizeJob, progress: Progress
+) -> Windows:
     """As an earlier run of the job drew them, or new ones."""
     calibration, held_out = job.kept("calibration"), job.kept("held_out")
     if calibration is not None and held_out is not None:

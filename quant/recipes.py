@@ -18,7 +18,7 @@ from quant.checkpoint.tensors import HEAD, layer_norms, layer_prefix
 from quant.decoder import Decoder, batches
 from quant.errors import CannotQuantize
 from quant.layer import LayerCalibration, LayerResult
-from quant.sensitivity import Plan
+from quant.sensitivity import BitPlan
 
 _ERROR_SEQUENCES: Final = 4  # calibration windows on which a layer's own error is measured
 
@@ -48,7 +48,7 @@ class AwqRecipe:
     """Packed linears, everything else float16: in AutoAWQ's GEMM layout, or in that of compressed-tensors where some
     linears have eight bits. hidden: [S, T, hidden], changed in place."""
 
-    def __init__(self, decoder: Decoder, plan: Plan, hidden: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, plan: BitPlan, hidden: torch.Tensor) -> None:
         self._decoder = decoder
         self._plan = plan
         self._hidden = hidden
@@ -132,7 +132,7 @@ def _gemm(group: int) -> Config:
     }
 
 
-def _mixed(plan: Plan) -> Config:
+def _mixed(plan: BitPlan) -> Config:
     """Linears in eight bits by name; a name goes before the class that all others are of."""
     names = [f"{layer_prefix(index)}.{name}" for index, linears in plan.eight.items() for name in linears]
     return {

@@ -16,7 +16,7 @@ NAME: Final = "quantization"  # of the two files
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class QuantizeReport:
     """layers: one record a decoder layer, as the job kept them. bytes: of the weight files. plan: which linears have
     how many bits, where four are among them."""
 
@@ -73,7 +73,6 @@ def _plan_lines(plan: Mapping[str, Any] | None) -> list[str]:
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """Markdown of one evaluation."""
     lines = [f"Text: {evaluation.windows} windows, {evaluation.tokens} predicted tokens.", ""]
     found = evaluation.comparison
     if found is None:
@@ -102,7 +101,7 @@ def _verdict(found: Comparison) -> str:
 
 
 def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row a layer: the layer's own error, then each linear's. Other packages tell nothing of layers."""
+    """Formats a row per layer: the layer's own error, then each linear's. Other packages report no layers."""
     if not layers:
         return []
     names = [loss["name"] for loss in layers[0]["linears"]]

@@ -32,7 +32,7 @@ Done = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Linears of one layer that read one input, and so share a format. four: loss in nats a token, by group; a group
     that does not divide the inputs is not there. eight: the same in eight bits."""
 
@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BitPlan:
     """group: of the parts in four bits. eight: the layers' linears that stay in eight, by layer. bits: a weight."""
 
     group: int
@@ -65,17 +65,16 @@ def least_bits(config: ModelConfig, groups: Iterable[int]) -> float:
     """Bits a weight where everything that a group divides has four, with the best of the groups."""
     shapes = layer_linears(config)
     sizes = [(fold.inputs, sum(math.prod(shapes[name]) for name in fold.linears)) for fold in folds(config)]
-    parts = [Part(0, (), inputs, weights, {}, 0.0) for inputs, weights in sizes]
+    parts = [LayerPart(0, (), inputs, weights, {}, 0.0) for inputs, weights in sizes]
     spent = [sum(part.bits(None if part.inputs % group else group) for part in parts) for group in groups]
     return min(spent) / sum(part.weights for part in parts)
 
 
-def uniform(group: int) -> Plan:
-    """Returns the plan of four bits throughout."""
-    return Plan(group, {}, 4 + _GROUP_BITS / group)
+def uniform(group: int) -> BitPlan:
+    return BitPlan(group, {}, 4 + _GROUP_BITS / group)
 
 
-def plan(parts: Sequence[Part], budget: float, groups: Iterable[int]) -> Plan:
+def plan(parts: Sequence[LayerPart], budget: float, groups: Iterable[int]) -> BitPlan:
     """The smallest of the groups that fits into `budget` bits a weight, and the parts that then have eight.
     Raises CannotQuantize."""
     weights = sum(part.weights for part in parts)
@@ -88,15 +87,15 @@ def plan(parts: Sequence[Part], budget: float, groups: Iterable[int]) -> Plan:
     by_layer: dict[int, tuple[str, ...]] = {}
     for part in sorted(eight, key=lambda part: part.layer):
         by_layer[part.layer] = (*by_layer.get(part.layer, ()), *part.linears)
-    return Plan(group, by_layer, spent / weights)
+    return BitPlan(group, by_layer, spent / weights)
 
 
-def _within(parts: Sequence[Part], budget: float, group: int) -> tuple[float, int, list[Part]]:
+def _within(parts: Sequence[LayerPart], budget: float, group: int) -> tuple[float, int, list[LayerPart]]:
     """The bits with this group, and the parts in eight bits: those first that gain most for their bits."""
     eight = [part for part in parts if group not in part.four]
     spent = sum(part.bits(None if group not in part.four else group) for part in parts)
 
-    def worth(part: Part) -> float:
+    def worth(part: LayerPart) -> float:
         return (part.four[group] - part.eight) / part.weights
 
     for part in sorted((part for part in parts if group in part.four), key=worth, reverse=True):
@@ -107,7 +106,7 @@ def _within(parts: Sequence[Part], budget: float, group: int) -> tuple[float, in
     return spent, group, eight
 
 
-def measure(decoder: Decoder, windows: torch.Tensor, groups: Sequence[int], done: Done) -> tuple[Part, ...]:
+def measure(decoder: Decoder, windows: torch.Tensor, groups: Sequence[int], done: Done) -> tuple[LayerPart, ...]:
     """windows: int [S, T], of which a few are read. `done` gets the layers that are done, of how many."""
     ids = windows[:: max(1, len(windows) // _SEQUENCES)][:_SEQUENCES, :_LENGTH].long()
     with torch.inference_mode(False), torch.no_grad():
@@ -116,7 +115,7 @@ def measure(decoder: Decoder, windows: torch.Tensor, groups: Sequence[int], done
             inputs.append(x)
             x = decoder.block(index, ids.shape[1]).forward(decoder.layer(index), x)
         gradients = _of_answers(decoder, x)
-        parts: list[Part] = []
+        parts: list[LayerPart] = []
         for index in reversed(range(decoder.config.layers)):
             parts += _layer(decoder, index, inputs.pop(), gradients, groups)
             done(decoder.config.layers - index, decoder.config.layers)
@@ -140,7 +139,7 @@ def _of_answers(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
 
 def _layer(
     decoder: Decoder, index: int, inputs: torch.Tensor, gradients: torch.Tensor, groups: Sequence[int]
-) -> list[Part]:
+) -> list[LayerPart]:
     """The parts of one layer, last first. `gradients` become those of its input."""
     block = decoder.block(index, inputs.shape[1])
     weights = {name: tensor.clone() for name, tensor in decoder.layer(index).items()}
@@ -164,7 +163,7 @@ def _layer(
         scale = 2 * inputs.shape[0] * inputs.shape[1]
         size = sum(w.numel() for w, _ in pairs)
         lost = {group: loss / scale for group, loss in four.items()}
-        parts.append(Part(index, fold.linears, fold.inputs, size, lost, eight / scale))
+        parts.append(LayerPart(index, fold.linears, fold.inputs, size, lost, eight / scale))
     return parts
 
 

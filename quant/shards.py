@@ -89,7 +89,7 @@ class _Piece:
 
 
 def _pieces(part: Path) -> Iterator[_Piece]:
-    """Of a file that this module wrote."""
+    """Yields the tensors of a file that this module wrote."""
     with part.open("rb") as source:
         (length,) = struct.unpack("<Q", source.read(8))
         header = json.loads(source.read(length))

@@ -14,7 +14,7 @@ import torch
 
 from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.regular import open_regular
-from quant.torch_program import Refused, View, read_program
+from quant.torch_program import ProgramRefused, View, read_program
 
 _DTYPES: Final = {
     "DoubleStorage": torch.float64,
@@ -37,7 +37,6 @@ class TorchFile:
     """`tensor` gives a view of the file that is good until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises BadFile."""
         self.path = path
         try:
             with open_regular(path) as opened:
@@ -46,7 +45,7 @@ class TorchFile:
                     raise BadFile(path, _no_archive(opened), "load it with the torch that wrote it, and save it again")
                 self._members, description = _archive(path, opened)
             self.views = _state_dict(read_program(description))
-        except Refused as refused:
+        except ProgramRefused as refused:
             raise BadFile(path, str(refused), "take weights from who made the model, as safetensors") from None
         except (OSError, ValueError, zipfile.BadZipFile) as error:
             raise BadFile(path, f"cannot be read ({error})", AGAIN) from error

@@ -1,4 +1,4 @@
-"""What a checkpoint of torch says it holds, read without unpickling.
+"""Reads the contents of a checkpoint of torch without unpickling.
 
 Its description is a program for pickle's machine. Here the program is taken apart into data: a name that it wants to
 import is compared with the few that tensors are described with, and nothing is ever imported or called.
@@ -14,14 +14,12 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 
-class Refused(Exception):
+class ProgramRefused(Exception):
     """The program wants what tensors need not, or is none. A phrase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """What a program would import."""
-
     dotted: str
 
 
@@ -36,8 +34,6 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor: elements of a storage."""
-
     storage: Storage
     offset: int
     shape: tuple[int, ...]
@@ -64,7 +60,7 @@ def read_program(program: bytes) -> object:
                 machine.do(opcode.name, argument)
         return machine.stack.pop()
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Refused("its description is damaged") from None
+        raise ProgramRefused("its description is damaged") from None
 
 
 class _Machine:
@@ -88,7 +84,7 @@ class _Machine:
         elif name in _ACTIONS:
             _ACTIONS[name](self)
         else:
-            raise Refused(f"its description has an instruction that tensors need not, {name}")
+            raise ProgramRefused(f"its description has an instruction that tensors need not, {name}")
 
     def marked(self) -> list[Any]:
         """What was put on the stack since the last mark, which goes too."""
@@ -122,10 +118,9 @@ class _Machine:
         _of(list, self.stack[-1]).extend(items)
 
     def storage(self) -> None:
-        """('storage', its type, key, device, count)"""
         tag, kind, key, _, count = _of(tuple, self.stack.pop())
         if tag != "storage" or not isinstance(kind, Name) or kind.dotted not in _STORAGES:
-            raise Refused("it has a storage of a kind that is not known")
+            raise ProgramRefused("it has a storage of a kind that is not known")
         self.stack.append(Storage(kind.dotted.removeprefix("torch."), _of(str, key), _natural(count)))
 
     def call(self) -> None:
@@ -142,7 +137,7 @@ class _Machine:
         elif called == _PARAMETER:
             self.stack.append(_of(View, arguments[0]))
         else:
-            raise Refused(f"it calls {called}, in a way that tensors need not")
+            raise ProgramRefused(f"it calls {called}, in a way that tensors need not")
 
     def drop_state(self) -> None:
         """Attributes of a dict, such as versions of its modules."""
@@ -181,7 +176,7 @@ _ACTIONS: Final[Mapping[str, Callable[[_Machine], None]]] = {
 
 def _known(dotted: str) -> Name:
     if dotted not in _KNOWN:
-        raise Refused(f"it wants to import {dotted[:80]!r}, which tensors need not; nothing of it was run")
+        raise ProgramRefused(f"it wants to import {dotted[:80]!r}, which tensors need not; nothing of it was run")
     return Name(dotted)
 
 

@@ -1,9 +1,9 @@
-"""Writes the text that `whippet quantize` calibrates on where none is given, quant/calibration.txt:
+"""Writes the text that `whippet quantize` calibrates on by default, quant/calibration.txt:
 
 python -m scripts.calibration_text HOST:PORT
 
-A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So it is nobody's text,
-and of the kinds that models are asked for. The same model writes the same text again: every answer has a seed.
+A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So no person owns it,
+and it is of the kinds that models are asked for. The same model writes the same text again: every answer has a seed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SUBJECTS = (
 
 
 def prompts() -> list[str]:
-    """Every form with one subject after the other, so that neighbours differ in both."""
+    """Combines every form with every subject so that neighbours differ in both."""
     pairs = zip(
         itertools.cycle(FORMS), (SUBJECTS[(i * 5 + i // 84) % len(SUBJECTS)] for i in range(ANSWERS)), strict=False
     )
@@ -86,7 +86,7 @@ def answer(stub: GenerationServiceStub, number: int, prompt: str) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Without lines that name an address: one that a model makes up may be somebody's."""
+    """Removes lines with an address: an invented one may exist."""
     return "\n".join(line for line in text.split("\n") if not _ADDRESS.search(line))
 
 

@@ -1,4 +1,4 @@
-"""What tables of figures are made of: cells, rounded and joined."""
+"""Formats cells of tables: rounded and joined figures."""
 
 from __future__ import annotations
 
@@ -7,37 +7,33 @@ from decimal import ROUND_HALF_UP, Decimal
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table, with the line break after it."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)
 
 
 def rounded(value: float, digits: int) -> Decimal:
-    """Half away from zero, of the decimal that the result file shows."""
+    """Rounds half away from zero, on the decimal that the result file contains."""
     return Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
 
 
 def whole(value: float | None) -> str:
-    """1,234."""
     return "" if value is None else f"{rounded(value, 0):,}"
 
 
 def fixed(value: float | None, digits: int = 1) -> str:
-    """1,234.5."""
     return "" if value is None else f"{rounded(value, digits):,}"
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share in per cent, without the sign."""
     return f"{rounded(100 * share, digits)}"
 
 
 def signed(share: float) -> str:
-    """A change in per cent, with its sign unless it rounds to nothing."""
+    """Formats a change in per cent, with its sign unless it rounds to nothing."""
     text = f"{rounded(100 * share, 2):+}"
     return "0.00" if float(text) == 0 else text.replace("-", "−")
 
 
 def joined(values: Iterable[str]) -> str:
-    """Figures that share a cell; trailing empty ones are left out."""
+    """Joins figures that share a cell; trailing empty ones are left out."""
     return " · ".join(value for value in values if value)

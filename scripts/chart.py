@@ -1,4 +1,4 @@
-"""What of the chart follows from its values.yaml: the schema, and the table of its README.
+"""Generates from the chart's values.yaml its schema, and the table of its README.
 
     python scripts/chart.py [--check]    # `make chart`
 
@@ -128,7 +128,7 @@ RULES: dict[str, Schema] = {
 
 
 def leaves(values: Any, path: str = "") -> dict[str, Any]:
-    """Path → default, of everything that a user sets as one value."""
+    """Maps paths to defaults of everything that a user sets as one value."""
     if path not in RULES and isinstance(values, dict):
         return {
             leaf: value
@@ -139,7 +139,6 @@ def leaves(values: Any, path: str = "") -> dict[str, Any]:
 
 
 def shape(value: Any, path: str = "") -> Schema:
-    """The schema of one value."""
     if path in RULES:
         return RULES[path]
     if isinstance(value, dict):
@@ -149,35 +148,34 @@ def shape(value: Any, path: str = "") -> Schema:
         return {"type": "boolean"}
     if isinstance(value, str):
         return {"type": "string"}
-    raise SystemExit(f"{path}: say in RULES what it may be")
+    raise SystemExit(f"{path}: add a rule to RULES")
 
 
 def schema(values: dict[str, Any]) -> str:
-    """The text of values.schema.json."""
-    shown = shape(values)
-    shown["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
+    values_shape = shape(values)
+    values_shape["properties"]["global"] = {"type": "object", "description": "of parent charts; not used"}
     title = "Values of the chart whippet"
-    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **shown}
+    whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": title, **values_shape}
     return json.dumps(whole, indent=2) + "\n"
 
 
 def table(text: str, values: dict[str, Any]) -> str:
-    """The README's part, in the order of values.yaml. Every leaf has its comment, and every comment its leaf."""
-    defaults, lines, told = leaves(values), [], set()
+    """Returns the README's part, in the order of values.yaml. Every leaf has its comment, and every comment its
+    leaf."""
+    defaults, lines, seen = leaves(values), [], set()
     for kind, name, words in re.findall(r"^ *## @(section|param) (\S+) ?(.*)$", text, re.MULTILINE):
         if kind == "section":
             lines += ["", f"### {name} {words}".rstrip(), "", "| value | default | what |", "| --- | --- | --- |"]
             continue
-        told.add(name)
+        seen.add(name)
         default = json.dumps(defaults.get(name)).replace("|", "\\|")
         lines.append(f"| `{name}` | `{default}` | {words} |")
-    if told != defaults.keys():
-        raise SystemExit(f"values.yaml: without a comment or without a value: {sorted(told ^ defaults.keys())}")
+    if seen != defaults.keys():
+        raise SystemExit(f"values.yaml: without a comment or without a value: {sorted(seen ^ defaults.keys())}")
     return "\n".join(lines).strip()
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 where something would change")
     check = parser.parse_args().check

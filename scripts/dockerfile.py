@@ -14,8 +14,6 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Without continuation lines, as `RUN` and what follows it."""
-
     word: str
     rest: str
 
@@ -31,8 +29,6 @@ class Stage:
 
 @dataclass(slots=True)
 class Image:
-    """How a container is started."""
-
     env: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
     user: str = "0:0"
@@ -45,7 +41,6 @@ class Image:
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """In the order of the file."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for logical in re.split(r"(?<!\\)\n", "\n".join(lines)):
         whole = re.sub(r"\s*\\\n\s*", " ", logical).strip()
@@ -55,7 +50,7 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def stages(text: str, arguments: Mapping[str, str]) -> dict[str, Stage]:
-    """By name, the last one last. `arguments` are the build's."""
+    """Returns stages by name, the last one last. `arguments` are the build's."""
     found: dict[str, Stage] = {}
     name, base, inside = "", "", list[Instruction]()
     for one in (*instructions(text), Instruction("FROM", "end AS end")):
@@ -75,7 +70,7 @@ def expand(text: str, known: Mapping[str, str]) -> str:
 
 
 def image(found: Mapping[str, Stage], target: str) -> Image:
-    """What a container of this stage starts with, its bases' included."""
+    """Returns the configuration of a stage's container, including that of its bases."""
     stage = found[target]
     made = image(found, stage.base) if stage.base in found else Image()
     for one in stage.instructions:

@@ -1,6 +1,6 @@
-"""The renderers that `scripts.figures` fills markers with: from result files to Markdown, nothing else.
+"""Lists the renderers that `scripts.figures` fills markers with: from result files to Markdown.
 
-What a result file has no figure for stays an empty cell: no figure is worked out that was not measured.
+Missing figures stay empty cells: none is computed that was not measured.
 """
 
 from __future__ import annotations

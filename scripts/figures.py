@@ -23,7 +23,7 @@ MARKER = re.compile(r"<!-- ?/?f(?:igures)?\b[^>]*-->")
 
 
 def render(text: str, results: Results, renderers: Mapping[str, Renderer]) -> str:
-    """`text` with what stands between its markers written anew. Raises FigureError."""
+    """Renders anew what stands between the markers of `text`. Raises FigureError."""
 
     def fill(found: re.Match[str]) -> str:
         opening, name, old, closing = found.groups()
@@ -43,19 +43,17 @@ def render(text: str, results: Results, renderers: Mapping[str, Renderer]) -> st
 
 
 def names(text: str) -> set[str]:
-    """Of all renderers that `text` calls for."""
     return {found[2] for pattern in (BLOCK, INLINE) for found in pattern.finditer(text)}
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md and docs/*.md."""
     return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
 
 
 def update(
     root: Path, renderers: Mapping[str, Renderer], write: bool, pictures: Mapping[str, Renderer] | None = None
 ) -> list[str]:
-    """What is wrong, a line each; with `write`, documents and pictures that differ are rewritten instead."""
+    """Returns what is wrong, a line each; with `write`, documents and pictures that differ are rewritten instead."""
     wrong = []
     results = Results(root / "bench" / "results")
     drawn = {root / name: picture for name, picture in (pictures or {}).items()}
@@ -76,14 +74,13 @@ def update(
 
 
 def difference(text: str, fresh: str) -> str:
-    """The first line that differs, as it stands and as it should be."""
+    """Returns the first line that differs, as it stands and as it should be."""
     pairs = zip([*text.splitlines(), ""], [*fresh.splitlines(), ""], strict=False)
     number, (old, new) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return f"line {number} is not what bench/results says\n  is        {old}\n  should be {new}"
+    return f"line {number} is not what bench/results has\n  is        {old}\n  should be {new}"
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a figure differs")
     wrong = update(ROOT, RENDERERS, not parser.parse_args().check, PICTURES)

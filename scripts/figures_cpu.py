@@ -12,7 +12,6 @@ from scripts.results import Results
 
 
 def engine_cpu(results: Results) -> str:
-    """The demo model beside transformers."""
     found = results["engine-cpu"]
     rows = [[name, whole(row["median"])] for name, row in found["tokens_per_second"].items()]
     rows += [[f"ratio, {name}", f"{row['median']:.2f}"] for name, row in found["ratios"].items()]
@@ -20,7 +19,8 @@ def engine_cpu(results: Results) -> str:
 
 
 def cpu_peers(results: Results) -> str:
-    """Decode of a small real model beside llama.cpp, by bits and streams: tokens/s, and milliseconds to a first one."""
+    """Renders decode of a small real model beside llama.cpp, by bits and streams: tokens/s, and milliseconds to a first
+    one."""
     rows: dict[tuple[str, int], list[str]] = {}
     peers: dict[tuple[str, int], dict[str, Any]] = {}
     found = results["cpu-peers"]["rows"]
@@ -39,13 +39,12 @@ def cpu_peers(results: Results) -> str:
 
 
 def many_cpu(results: Results, streams: int) -> str:
-    """Times as fast as transformers at its best one after the other."""
+    """Renders the ratio to transformers, which takes one stream after the other."""
     ratios = results["engine-many-cpu"]["ratios"]
     return fixed(next(row["median"] for name, row in ratios.items() if f" {streams} streams /" in name))
 
 
 def front_cpu(results: Results) -> str:
-    """Throughput of the front."""
     rows = []
     for name, row in results["front-cpu"]["figures"].items():
         if "messages_per_s" in row:
@@ -55,7 +54,8 @@ def front_cpu(results: Results) -> str:
 
 
 def two_fronts_cpu(results: Results) -> str:
-    """The front beside former ones, newest first: their time a message by its own, and the newest one's own."""
+    """Compares the front with earlier ones, newest first: their time per message relative to its own, and the newest
+    one's own."""
     runs = results["two-fronts-cpu"]
     rows = []
     for name, row in runs[0]["figures"].items():
@@ -67,7 +67,6 @@ def two_fronts_cpu(results: Results) -> str:
 
 
 def quantized_cpu(results: Results) -> str:
-    """Weights in fewer bits, on a CPU."""
     rows = []
     for name, row in results["quantized-cpu"]["tokens_per_second"].items():
         size = row["weights_bytes"] / 2**20
@@ -78,7 +77,6 @@ def quantized_cpu(results: Results) -> str:
 
 
 def quality_cpu(results: Results) -> str:
-    """What fewer bits cost the demo model."""
     names = {"whippet-awq": "Whippet", "autoawq": "AutoAWQ 0.2.9", "nearest": "rounded to nearest"}
     ways = [(f"4 bits, groups of {g}: {title}", f"{name}-{g}") for g in (32, 128) for name, title in names.items()]
     ways += [("8 bits: Whippet, made while loading", "whippet-int8"), ("8 bits: bitsandbytes", "bitsandbytes-int8")]
@@ -93,7 +91,7 @@ def quality_cpu(results: Results) -> str:
 
 
 def kept_cpu(results: Results) -> str:
-    """What fp8 keys and values cost the demo model, by the type of all other arithmetic."""
+    """Renders the cost of fp8 keys and values for the demo model, by the type of all other arithmetic."""
     rows = []
     for run in results["kept-cpu"]:
         value, low, high = run["perplexity_change"]
@@ -108,7 +106,6 @@ def kept_cpu(results: Results) -> str:
 
 
 def lookups_cpu(results: Results) -> str:
-    """Semantic lookups by length of the question."""
     figures = results["cache-cpu"]["figures"]
     lengths = [name.removeprefix("lookup, idle, ") for name in figures if name.startswith("lookup, idle, ")]
     rows = []
@@ -120,7 +117,7 @@ def lookups_cpu(results: Results) -> str:
 
 
 def pairs_cpu(results: Results) -> str:
-    """The guard of the semantic cache against a cosine threshold alone."""
+    """Compares the guard of the semantic cache with a cosine threshold alone."""
     found = results["pairs-cpu"]
     rules = {"guarded": "what `on` serves by equal words", "cosine": f"cosine {found['settings']['cosine']:.2f} alone"}
     rows = []
@@ -138,7 +135,6 @@ def _interval(shares: tuple[float, float]) -> str:
 
 
 def faults_cpu(results: Results) -> str:
-    """What a sick Redis costs a request."""
     titles = {
         "well": "healthy",
         "well again": "healthy again, last of the run",
@@ -156,7 +152,6 @@ def faults_cpu(results: Results) -> str:
 
 
 def prefix_cpu(results: Results) -> str:
-    """First token with and without a shared prefix."""
     found = results["prefix-cpu"]["first_token"]
     titles = {
         "computed": "computed",
@@ -171,7 +166,6 @@ def prefix_cpu(results: Results) -> str:
 
 
 def trace_cpu(results: Results) -> str:
-    """Hit rates of Mooncake's conversation trace."""
     rows = [
         [whole(row["blocks"]), percent(row["device"], 2) + " %", percent(row["device_beyond_head"], 2) + " %"]
         for row in results["prefix-cpu"]["trace"]
@@ -180,12 +174,10 @@ def trace_cpu(results: Results) -> str:
 
 
 def soak(results: Results, key: str) -> float:
-    """A figure of the ten minutes' soak."""
     return float(max(results["soak-h100"], key=lambda run: run["seconds"])[key])
 
 
 def overload(results: Results) -> str:
-    """Several times the peak."""
     rows = [
         [
             "at its peak" if "of_peak" not in run else "five times the peak",
@@ -203,7 +195,6 @@ def overload(results: Results) -> str:
 
 
 def soaking(results: Results) -> str:
-    """The two servers under callers and trouble."""
     rows = [
         [
             "the demo model" if run["model"] else "the fake engine",
@@ -230,12 +221,11 @@ def soaking(results: Results) -> str:
 
 
 def ended(run: Mapping[str, Any], code: str) -> int:
-    """Requests of any kind that ended so."""
+    """Counts requests of any kind that ended with a code."""
     return sum(count for end, count in run["ends"].items() if end.split()[1] == code)
 
 
 def gate_cpu(results: Results) -> str:
-    """What the gate between fetching and computing decides, by measured rate of prefill."""
     rows = [
         [whole(row["token_bytes"]), whole(row["prefill_tokens_per_second"]), "fetches" if row["fetch"] else "computes"]
         for row in results["prefix-cpu"]["gate"]
@@ -244,7 +234,7 @@ def gate_cpu(results: Results) -> str:
 
 
 def stored(results: Results, what: str, quantile: str) -> str:
-    """An answer of 64 tokens, ms."""
+    """Returns milliseconds for an answer of 64 tokens."""
     return fixed(results["cache-cpu"]["figures"][f"answer of 64 tokens, {what}"][quantile])
 
 
@@ -259,7 +249,8 @@ TEXTS = {
 
 
 def speculation(results: Results, name: str) -> str:
-    """What each proposer makes of each set of prompts, one stream; with the share of drafted tokens that was right."""
+    """Renders each proposer's ratio for each set of prompts, one stream; with the share of drafted tokens that was
+    right."""
     alone = [one for one in results[name] if one.get("streams") == 1 and one["k"] is None]
     found = {(one["proposer"], one["prompts"]): one for one in alone}
     used = [who for who in PROPOSERS if any(who == proposer for proposer, _ in found)]
@@ -268,12 +259,12 @@ def speculation(results: Results, name: str) -> str:
         one = found.get((who, text))
         return "" if one is None else f"{fixed(one['ratio'], 2)} · {percent(one['acceptance'])} %"
 
-    rows = [(said, *(cell(who, text) for who in used)) for text, said in TEXTS.items()]
+    rows = [(label, *(cell(who, text) for who in used)) for text, label in TEXTS.items()]
     return table(["", *(PROPOSERS[who] for who in used)], rows)
 
 
 def depths(results: Results, name: str) -> str:
-    """Drafts of k tokens always: measured, and foretold from acceptance and costs."""
+    """Renders drafts of always k tokens: measured, and predicted from acceptance and costs."""
     rows = []
     alone = [one for one in results[name] if one.get("streams") == 1 and one["k"]]
     for who in ("prompt_lookup", "draft_model"):

@@ -34,19 +34,17 @@ def runs(results: Results) -> dict[tuple[str, str], Any]:
 
 
 def served(run: Any, context: str) -> float | None:
-    """Tokens a second through gRPC."""
+    """Returns tokens a second through gRPC."""
     found = run["served"]["contexts"].get(context)
     return found and float(found["tokens_per_second"])
 
 
 def peer(results: Results, model: tuple[str, str], name: str) -> Any:
-    """A peer's run, or None."""
     rows = results["peers-h100"]["decode"]
     return next((row for row in rows if (row["model"], row["weights"]) == model and row["peer"] == name), None)
 
 
 def summary_h100(results: Results) -> str:
-    """One stream and many, Whippet beside its peers."""
     ours, rows = runs(results), []
     for model, title in MODELS.items():
         cells = [joined(whole(served(ours[model], context)) for context in CONTEXTS)]
@@ -69,7 +67,6 @@ def summary_h100(results: Results) -> str:
 
 
 def decode_h100(results: Results) -> str:
-    """bench.decode, all of it."""
     rows = []
     for run in results["decode-h100"]:
         engine, settings = run["engine"], run["settings"]
@@ -98,7 +95,6 @@ def decode_h100(results: Results) -> str:
 
 
 def peers_h100(results: Results) -> str:
-    """Peers, one stream."""
     rows = []
     for row in results["peers-h100"]["decode"]:
         rates = [whole(row["tokens_per_second"].get(context)) for context in CONTEXTS]
@@ -110,20 +106,19 @@ def peers_h100(results: Results) -> str:
 
 
 def published(results: Results) -> str:
-    """Others' own figures, in a sentence."""
     rates = results["peers-h100"]["published"]["tokens_per_second"]
     return "; ".join(f"{name} {rate:,}" for name, rate in rates.items())
 
 
 def streams(results: Results, model: tuple[str, str], engine: str) -> Mapping[str, float]:
-    """Output tokens a second by streams at once."""
+    """Returns output tokens a second by concurrent streams."""
     rows = results["streams-h100"]["output_tokens_per_second"]
     found = next(row for row in rows if (row["model"], row["weights"], row["engine"]) == (*model, engine))
     return {str(count): float(rate) for count, rate in found["streams"].items()}
 
 
 def records(results: Results, model: tuple[str, str], path: str, workload: str) -> list[Mapping[str, Any]]:
-    """Whippet's on an H100 without flags, the newest first; `path` is offline or grpc."""
+    """Returns Whippet's records on an H100 without flags, the newest first; `path` is offline or grpc."""
     folder = model[0] + ("-awq" if model[1].startswith("awq") else "")
     wanted = (folder, path, workload)
     plain = [one for one in results["throughput-h100"] if "flags" not in one and "H100" in one["device"]]
@@ -131,19 +126,16 @@ def records(results: Results, model: tuple[str, str], path: str, workload: str) 
 
 
 def measured(results: Results, model: tuple[str, str], path: str, workload: str) -> Mapping[str, Any] | None:
-    """The newest of `records`."""
     return next(iter(records(results, model, path, workload)), None)
 
 
 def rate_of(
     record: Mapping[str, Any] | None, unit: str = "output_tokens_per_second", form: Callable[[float], str] = whole
 ) -> str:
-    """Of a record, where there is one."""
     return "" if record is None else form(float(record[unit]))
 
 
 def streams_h100(results: Results) -> str:
-    """Many streams, in the engine, through gRPC, and vLLM's."""
     counts = list(streams(results, QWEN, VLLM))
     cells = []
     for model in (QWEN, MISTRAL_AWQ):
@@ -156,7 +148,7 @@ def streams_h100(results: Results) -> str:
 
 
 def first_h100(results: Results) -> str:
-    """First token by length of the prompt: vLLM's, and Whippet's newest."""
+    """Renders the first token's time by length of the prompt: vLLM's, and Whippet's newest."""
     rows = [row for row in results["streams-h100"]["first_token_ms"] if row["engine"] == VLLM]
     cells = []
     for row in rows:
@@ -174,7 +166,6 @@ WORKLOADS = {  # as `bench.workloads` calls what the peers were measured with
 
 
 def throughput_h100(results: Results) -> str:
-    """Throughput with all requests handed over at once."""
     rows = []
     for row in results["peers-h100"]["throughput"]:
         model = (row["model"], row["weights"])
@@ -224,5 +215,5 @@ def kept_h100(results: Results) -> str:
 
 
 def next_day(results: Results) -> str:
-    """vLLM's requests a second in the 1,024 requests of 128 tokens, a day later."""
+    """Returns vLLM's requests a second in the 1,024 requests of 128 tokens, a day later."""
     return " and ".join(str(row["requests_per_second"]) for row in results["streams-h100"]["throughput"])

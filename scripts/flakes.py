@@ -41,9 +41,7 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+)$", re.MULTILINE)
 
 
 @dataclass
-class Run:
-    """Holds the outcome of one run of the tier."""
-
+class TierRun:
     seed: int
     seconds: float
     exit_code: int
@@ -100,7 +98,7 @@ def run_group(command: list[str], environ: dict[str, str], out: TextIO) -> int:
             raise
 
 
-def run(tier: str, seed: int, log: Path) -> Run:
+def run(tier: str, seed: int, log: Path) -> TierRun:
     """Runs the tier once and writes its output to `log`."""
     with tempfile.TemporaryDirectory() as folder, log.open("w") as out:
         environ = {**os.environ, "PYTHONHASHSEED": str(seed), "PYTEST_ADDOPTS": f"-o cache_dir={folder}"}
@@ -111,10 +109,10 @@ def run(tier: str, seed: int, log: Path) -> Run:
             code = 124
         seconds = time.monotonic() - start
         counts, failures = read(log.read_text(errors="replace"), last_failed(Path(folder)))
-    return Run(seed, round(seconds, 1), code, counts, failures)
+    return TierRun(seed, round(seconds, 1), code, counts, failures)
 
 
-def record(tier: str, busy: int, runs: list[Run]) -> dict[str, Any]:
+def record(tier: str, busy: int, runs: list[TierRun]) -> dict[str, Any]:
     """Builds the record that `--output` keeps of one call of this script."""
     return {
         "tier": tier,
@@ -134,7 +132,7 @@ def append(path: Path, entry: dict[str, Any]) -> None:
     path.write_text(json.dumps([*entries, entry], indent=1) + "\n")
 
 
-def flaky(runs: list[Run]) -> dict[str, list[int]]:
+def flaky(runs: list[TierRun]) -> dict[str, list[int]]:
     """Maps each test that failed to the seeds of the runs in which it failed."""
     found: dict[str, list[int]] = {}
     for one in runs:
@@ -152,7 +150,7 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()), help="folder for what runs print")
     parser.add_argument("--output", type=Path, help="a JSON file that the record is added to")
     options = parser.parse_args()
-    runs: list[Run] = []
+    runs: list[TierRun] = []
     with hogs(options.hogs):
         for seed in range(options.first, options.first + options.runs):
             runs.append(run(options.tier, seed, options.logs / f"flakes-{options.tier}-{seed}.log"))

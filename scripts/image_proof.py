@@ -1,4 +1,4 @@
-"""Does what a container engine would do with our Dockerfile, by the tools of this machine, and serves from the result.
+"""Builds our Dockerfile as a container engine would, by the tools of this machine, and serves from the result.
 
 make image-proof, or as root:  python -m scripts.image_proof [--target cpu] [--work FOLDER]
 
@@ -31,7 +31,7 @@ FORBIDDEN = ("cc", "gcc", "clang", "c++", "ld", "make", "pip", "curl", "wget", "
 # What this machine needs to reach its package registries, brought into the chroot while a step runs.
 REACH = ("/etc/resolv.conf", "/etc/apt/sources.list.d/debian.sources", "/etc/apt/apt.conf.d")
 TRUSTED, TRUSTED_THERE = "/etc/ssl/certs/ca-certificates.crt", "/run/trusted.crt"
-SAID = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ class Builder:
     shared: tuple[str, ...]  # folders of this machine that steps may read
 
     def build(self, name: str) -> Path:
-        """The folder of a stage."""
         root, done, made_of = self.work / name, self.work / f"{name}.done", self._made_of(name)
         if done.exists() and done.read_text() == made_of:
             return root
@@ -62,7 +61,7 @@ class Builder:
         return root
 
     def _made_of(self, name: str) -> str:
-        """A hash of its instructions, of the files and stages that it copies, and of its base."""
+        """Hashes a stage's instructions, the files and stages that it copies, and its base."""
         stage = self.stages[name]
         found = hashlib.sha256(repr((stage, self.arguments)).encode())
         found.update(self._made_of(stage.base).encode() if stage.base in self.stages else b"")
@@ -91,7 +90,7 @@ class Builder:
             step(f"{name}: COPY {one.rest}", lambda: _copy_in(source, words, root, target))
 
     def _run(self, name: str, root: Path, text: str) -> None:
-        """In a mount namespace, so that nothing that is mounted stays."""
+        """Runs in a mount namespace, so that no mount stays."""
         found = image(self.stages, name)
         mounts = ["set -e", f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev"]
         for path in (*REACH, TRUSTED, *self.shared):
@@ -107,7 +106,7 @@ class Builder:
             **found.env,
             **self._given(name),
         }
-        given |= {key: os.environ[key] for key in SAID if key in os.environ} | {"PIP_CERT": TRUSTED_THERE}
+        given |= {key: os.environ[key] for key in PROXIES if key in os.environ} | {"PIP_CERT": TRUSTED_THERE}
         listed = [f"{key}={value}" for key, value in given.items()]
         command = ["chroot", str(root), "env", "--ignore-environment", f"--chdir={found.folder}", *listed]
         script = "\n".join([*mounts, 'exec "$@"'])
@@ -121,7 +120,7 @@ class Builder:
 
 
 def _copies(one: Instruction) -> tuple[str, list[str], str] | None:
-    """Stage (empty: the build's context), sources, target."""
+    """Returns stage (empty: the build's context), sources, target."""
     if one.word != "COPY":
         return None
     *words, target = one.rest.split()
@@ -141,7 +140,7 @@ def _copy_in(origin: Path, words: list[str], root: Path, target: str) -> None:
 
 
 def _context(folder: Path) -> Path:
-    """What git has of this tree, as far as .dockerignore lets it through."""
+    """Copies what git has of this tree, as far as .dockerignore permits."""
     shutil.rmtree(folder, ignore_errors=True)
     ignored = (ROOT / ".dockerignore").read_text()
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -152,7 +151,6 @@ def _context(folder: Path) -> Path:
 
 
 def _mirror() -> str | None:
-    """Where this machine gets Debian's packages from."""
     path = Path("/etc/apt/sources.list.d/debian.sources")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split()[1] for line in lines if line.startswith("URIs:")), None)
@@ -164,30 +162,28 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def run(command: list[str]) -> None:
-    """Its output only where it fails."""
+    """Prints the output only where it fails."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         sys.exit(f"{done.stdout[-4000:]}\nfailed with {done.returncode}: {' '.join(command)[:300]}")
 
 
 def step(what: str, do: Callable[[], None]) -> None:
-    """Says what is done and how long it took."""
     began = time.monotonic()
     do()
     print(f"{time.monotonic() - began:7.1f} s  {what}", flush=True)
 
 
 def tools(root: Path) -> list[str]:
-    """Which forbidden tools are in the image."""
     folders = ("opt/whippet/venv/bin", "usr/local/bin", "usr/bin", "usr/sbin", "bin", "sbin")
     return sorted({name for name in FORBIDDEN for folder in folders if (root / folder / name).exists()})
 
 
 def _links() -> str:
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
     )
-    return told.stdout.strip()
+    return done.stdout.strip()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Of an image whose files lie in `root`."""
+    """Serves from an image whose files lie in `root`."""
 
     root: Path
     image: Image
@@ -43,7 +43,7 @@ class Serving:
                 process.kill()
 
     def _command(self) -> list[str]:
-        """Of which the server is process 1, without a right, a name or a HOME."""
+        """Builds the command, under which the server is process 1, without a right, a name or a HOME."""
         root, (user, group) = str(self.root), self.image.user.split(":")
         lines = ["set -e", 'mount --bind "$0" "$0"', 'mount -t proc proc "$0/proc"']
         lines += ['mount -t tmpfs -o mode=0755 tmpfs "$0/dev"', 'mkdir "$0/dev/shm"']
@@ -61,7 +61,7 @@ class Serving:
         return [f"{name}={value}" for name, value in self.image.env.items()]
 
     def _inside(self, pid: int, *command: str) -> subprocess.CompletedProcess[str]:
-        """As `docker exec` would run it."""
+        """Runs a command as `docker exec` would."""
         user, group = self.image.user.split(":")
         enter = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "--root", f"--setuid={user}"]
         words = [*enter, f"--setgid={group}", "env", "--ignore-environment", *self._environment(), *command]
@@ -71,7 +71,7 @@ class Serving:
         began = time.monotonic()
         server = _await(lambda: _child(process.pid), process)
         _await(lambda: self._inside(server, *self.image.health).returncode == 0, process)
-        said(f"healthy after {time.monotonic() - began:.1f} s: {' '.join(self.image.health)} → 0")
+        step_done(f"healthy after {time.monotonic() - began:.1f} s: {' '.join(self.image.health)} → 0")
         links = self._inside(server, "cat", "/proc/net/dev").stdout.splitlines()[2:]
         check([line.split(":")[0].strip() for line in links] == ["lo"], "a network of loopback alone")
         status = Path(f"/proc/{server}/status").read_text()
@@ -84,9 +84,11 @@ class Serving:
         answer = self._grpcurl(server, "-d", ASKED, "127.0.0.1:50051", GENERATE)
         check(answer.returncode == 0 and '"text"' in answer.stdout, f"grpcurl … {GENERATE}: {answer.stdout[:160]!r}")
         _await(lambda: "the embedder runs" in log.read_text(), process)
-        told = log.read_text()
-        check("the embedder runs" in told, next(line for line in told.splitlines() if "the embedder runs" in line))
-        warned = [line for line in told.splitlines() if "WARNING" in line and "--insecure" not in line]
+        log_text = log.read_text()
+        check(
+            "the embedder runs" in log_text, next(line for line in log_text.splitlines() if "the embedder runs" in line)
+        )
+        warned = [line for line in log_text.splitlines() if "WARNING" in line and "--insecure" not in line]
         check(not warned, "no warning in the log but that anybody may call" + "".join(f"\n{line}" for line in warned))
         kept = [path for volume in self.image.volumes for path in Path(f"/proc/{server}/root{volume}").rglob("*")]
         check(not [path for path in kept if path.is_file()], "nothing was compiled, exported or written")
@@ -94,24 +96,23 @@ class Serving:
         check(process.wait(PATIENCE) == 0, "SIGTERM as process 1: exit code 0")
 
     def _grpcurl(self, pid: int, *words: str) -> subprocess.CompletedProcess[str]:
-        """Out of this machine's tools, in the server's network."""
         grpcurl = Path(sysconfig.get_path("scripts")) / "grpcurl"
         command = ["nsenter", f"--target={pid}", "--net", str(grpcurl), "-plaintext", *words]
         return subprocess.run(command, capture_output=True, text=True)
 
 
-def said(what: str) -> None:
+def step_done(what: str) -> None:
     print(f"        ok  {what}", flush=True)
 
 
 def check(holds: bool, what: str) -> None:
     if not holds:
         sys.exit(f"not so: {what}")
-    said(what)
+    step_done(what)
 
 
 def _child(pid: int) -> int | None:
-    """The process that `unshare` made, once it has become the server."""
+    """Returns the process that `unshare` made, once it has become the server."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     if not listed or b"/whippet\0" not in Path(f"/proc/{listed[0]}/cmdline").read_bytes():
         return None
@@ -119,7 +120,7 @@ def _child(pid: int) -> int | None:
 
 
 def _await(look: Callable[[], Found | None], process: subprocess.Popen[bytes]) -> Found:
-    """What is found at last; exits where the process has ended or it takes too long."""
+    """Polls until something is found; exits where the process has ended or it takes too long."""
     end = time.monotonic() + PATIENCE
     while not (found := look()):
         if process.poll() is not None or time.monotonic() > end:

@@ -44,15 +44,15 @@ def _uv(arguments: list[str], wanted: str = "") -> str:
 
 
 def _links() -> list[str]:
-    """Where pip looks besides an index; uv does not read pip's configuration."""
-    told = subprocess.run(
+    """Returns pip's sources besides an index, since uv does not read pip's configuration."""
+    done = subprocess.run(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"], capture_output=True, text=True
     )
-    return [part for link in told.stdout.split() for part in ("--find-links", link)]
+    return [part for link in done.stdout.split() for part in ("--find-links", link)]
 
 
 def locked(target: str, *, exporting: bool) -> str:
-    """The requirements of one target, with what exports the embedder or without."""
+    """Returns the requirements of one target, with what exports the embedder or without."""
     version = f"{TORCH}+{BUILDS}" if target == BUILDS else TORCH
     arguments = [part for extra in TARGETS[target] for part in ("--extra", extra)]
     arguments += _links() if target == BUILDS else []
@@ -65,12 +65,11 @@ def locked(target: str, *, exporting: bool) -> str:
 
 
 def besides(whole: str, part: str) -> str:
-    """The entries of a lock that another one has not."""
+    """Returns the entries of a lock that another one lacks."""
     return "".join(entry for entry in entries(whole) if entry not in entries(part))
 
 
 def entries(text: str) -> list[str]:
-    """A package with its hashes each."""
     return re.findall(r"^\S+==.*(?:\n    --hash.*)*\n", text, re.MULTILINE)
 
 

@@ -1,5 +1,5 @@
-"""torch's operations on tensors of a GPU, computed by the CPU: the tensors lie where they did, and kernels that are
-launched by other ways see them, but torch itself launches none and copies bytes alone.
+"""Computes torch's operations on tensors of a GPU by the CPU: the tensors stay where they are, and kernels launched by
+other ways see them, but torch itself launches none and only copies bytes.
 
 For tools that rewrite every kernel before it runs: torch's own take them minutes.
 """
@@ -18,10 +18,8 @@ _NO_KERNEL = ("empty", "new_empty", "empty_strided", "empty_like", "new_empty_st
 
 
 class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered."""
-
     def __init__(self, device: str, fetch: Copy, send: Copy) -> None:
-        """`device`: whose tensors are meant, by its type."""
+        """`device`: the type of device whose operations are computed here."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._fetch, self._send = device, fetch, send
 
@@ -31,7 +29,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = dict(kwargs or {})
         if _is_free(func):
             return func(*args, **kwargs)
-        call = _Call(self._device, self._fetch)
+        call = _HostOperation(self._device, self._fetch)
         here_args, here_kwargs = tree_map(call.here, list(args)), tree_map(call.here, kwargs)
         if not call.concerned:
             return func(*args, **kwargs)
@@ -43,8 +41,8 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         return tree_map(lambda one: self._there(one, call), made)
 
-    def _there(self, made: Any, call: _Call) -> Any:
-        """A result as the caller wants it: one of its own tensors, or a new one on the device."""
+    def _there(self, made: Any, call: _HostOperation) -> Any:
+        """Converts a result: one of the caller's own tensors, or a new one on the device."""
         if not isinstance(made, torch.Tensor) or id(made) in call.given:
             return made
         own = call.theirs.get(id(made))
@@ -56,7 +54,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-class _Call:
+class _HostOperation:
     """One operation: which of its tensors are the device's, and their bytes here."""
 
     def __init__(self, device: str, fetch: Copy) -> None:
@@ -68,7 +66,6 @@ class _Call:
         self._held: list[torch.Tensor] = []  # so that no id comes twice
 
     def here(self, one: Any) -> Any:
-        """What stands for an argument."""
         if isinstance(one, torch.Generator) and one.device.type == self._device:
             return None
         if isinstance(one, torch.device) and one.type == self._device:
@@ -101,7 +98,6 @@ def _is_free(func: Any) -> bool:
 
 
 def on_gpu() -> OnHost:
-    """Of CUDA's tensors."""
     from cuda.bindings import driver
 
     def fetch(to: int, source: int, size: int) -> None:

@@ -1,6 +1,6 @@
-"""The README's picture: tokens/s of one stream as a share of the roofline, Whippet beside its peers, as SVG.
+"""Draws the README's picture: tokens/s of one stream as a share of the roofline, Whippet beside its peers, as SVG.
 
-An own writer of a few shapes, so that the file needs no drawing library and comes out the same to the byte.
+It writes few shapes, so that the file needs no drawing library and comes out the same to the byte.
 """
 
 from __future__ import annotations
@@ -42,15 +42,13 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Bar:
-    """One engine's rate for a model."""
-
     engine: str
     rate: float  # tokens/s
 
 
 @dataclass(frozen=True)
 class Group:
-    """A model's bars, against what its bytes allow."""
+    """A model's bars, against the rate that its bytes allow."""
 
     title: str
     roofline: float  # tokens/s
@@ -58,7 +56,7 @@ class Group:
 
 
 def groups(results: Results) -> Iterator[Group]:
-    """What is drawn, from the files that the tables are made of."""
+    """Yields what is drawn, from the files that the tables are made of."""
     ours = runs(results)
     for model, title in MODELS.items():
         run = ours[model]
@@ -72,7 +70,6 @@ def groups(results: Results) -> Iterator[Group]:
 
 
 def one_stream(results: Results) -> str:
-    """The picture."""
     drawn = list(groups(results))
     bottom = TOP + sum(TITLE + ROW * len(group.bars) for group in drawn)
     height = bottom + BOTTOM
@@ -102,7 +99,6 @@ def one_stream(results: Results) -> str:
 
 
 def scale(bottom: float) -> Iterator[str]:
-    """Grid lines with their per cent."""
     for percent in SCALE:
         x = across(percent / 100)
         shape = "roof" if percent == SCALE[-1] else "grid"
@@ -112,12 +108,11 @@ def scale(bottom: float) -> Iterator[str]:
 
 
 def roof(group: Group, y: float) -> str:
-    """How many tokens/s the roofline stands for."""
     return text(across(1) - 8, y + 20, f"roofline {whole(group.roofline)}", "quiet", "end")
 
 
 def row(bar: Bar, roofline: float, y: float) -> list[str]:
-    """A bar with its engine on the left and its rate behind it."""
+    """Draws a bar with its engine on the left and its rate behind it."""
     width = across(bar.rate / roofline) - across(0)
     kind, middle = ("ours" if bar.engine == OURS else "peer"), y + ROW / 2
     return [
@@ -128,7 +123,6 @@ def row(bar: Bar, roofline: float, y: float) -> list[str]:
 
 
 def across(share: float) -> float:
-    """Where a share of the roofline lies."""
     return LABELS + share * (WIDTH - LABELS - RIGHT)
 
 

@@ -28,22 +28,20 @@ OLD_CPU = {"CPU_HIDE_FEATURES": _HIDDEN, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_
 
 
 @dataclass(frozen=True)
-class Part:
-    """Describes one call of pytest."""
-
+class PytestCall:
     arguments: tuple[str, ...]
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def parts(jobs: int) -> list[Part]:
+def parts(jobs: int) -> list[PytestCall]:
     """Lists the calls of pytest that make up the proofs. Tests that measure time run last, one at a time, because load
     from other tests would fail them."""
     side_by_side = ("-n", str(jobs), "--dist", "worksteal")
     return [
-        Part((*side_by_side, "--tier", "proofs", "--ignore=tests/timing")),
-        Part((*side_by_side, "--tier", "isa"), OLD_CPU),
-        Part((*side_by_side, "--tier", "properties"), {"HYPOTHESIS_PROFILE": "full"}),
-        Part(("tests/timing",)),
+        PytestCall((*side_by_side, "--tier", "proofs", "--ignore=tests/timing")),
+        PytestCall((*side_by_side, "--tier", "isa"), OLD_CPU),
+        PytestCall((*side_by_side, "--tier", "properties"), {"HYPOTHESIS_PROFILE": "full"}),
+        PytestCall(("tests/timing",)),
     ]
 
 
@@ -53,7 +51,7 @@ def pytest(arguments: Sequence[str], environ: Mapping[str, str], cache: Path) ->
 
 
 @dataclass
-class Outcome:
+class ProofsOutcome:
     """Collects the tests that failed twice (`failed`) or once (`flaky`), and the parts that ended in another bad way
     (`broken`)."""
 
@@ -66,7 +64,7 @@ class Outcome:
         return not (self.failed or self.broken)
 
 
-def prove(part: Part, outcome: Outcome) -> None:
+def prove(part: PytestCall, outcome: ProofsOutcome) -> None:
     """Runs a part, then runs each of its failed tests once more, alone."""
     with tempfile.TemporaryDirectory() as folder:
         code = pytest(part.arguments, part.environ, Path(folder))
@@ -84,8 +82,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.proofs", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--jobs", type=int, default=4, help="processes that test at once")
     options, rest = parser.parse_known_args()
-    outcome = Outcome()
-    for part in [Part(tuple(rest))] if rest else parts(options.jobs):
+    outcome = ProofsOutcome()
+    for part in [PytestCall(tuple(rest))] if rest else parts(options.jobs):
         prove(part, outcome)
     for title, names in (("failed twice", outcome.failed), ("broken", outcome.broken), ("flaky", outcome.flaky)):
         if names:

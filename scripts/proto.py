@@ -1,8 +1,8 @@
 """Generates from protos/ the stubs of the server and of the Python client, and the descriptors that reflection serves.
-With --check, only says whether what is committed is fresh.
+With --check, only reports whether the committed ones are fresh.
 
-protoc writes absolute imports of the proto package (`from whippet.v1 import …`). They are rewritten to where the code
-lives, so that no top-level `whippet` package is needed and the names that reflection serves stay those of the protos.
+protoc writes absolute imports of the proto package (`from whippet.v1 import …`). They are rewritten to the code's own
+package, so that no top-level `whippet` package is needed and the names that reflection serves stay those of the protos.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ PROTOS = ROOT / "protos"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A package of stubs."""
-
     package: str  # dotted
     folder: Path
     packages: tuple[str, ...]  # top-level folders of protos/
@@ -73,7 +71,6 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if the committed code is not what protos/ gives")
     check = parser.parse_args().check

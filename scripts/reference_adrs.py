@@ -1,4 +1,4 @@
-"""docs/adr/README.md: the index of decisions, from the headings of their pages."""
+"""Writes docs/adr/README.md: the index of decisions, from the headings of their pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TITLE = re.compile(r"# (\d+)\. (.+)\n")
 
 
 def pages(folder: Path) -> dict[int, tuple[str, str]]:
-    """Number → file name and title. Raises ValueError for a page whose heading has another number, or none."""
+    """Returns number → file name and title. Raises ValueError for a page whose heading has another number, or none."""
     found: dict[int, tuple[str, str]] = {}
     for path in sorted(folder.glob("[0-9]*.md")):
         name, title = PAGE.fullmatch(path.name), TITLE.match(path.read_text("utf-8"))
@@ -45,10 +45,9 @@ def pages(folder: Path) -> dict[int, tuple[str, str]]:
 
 
 def adrs_page(folder: Path) -> str:
-    """The whole index."""
     found = pages(folder)
     if wrong := [gone for gone, kept in MERGED.items() if gone in found or kept not in found]:
-        raise ValueError(f"decisions {wrong} are said to be merged into others")
+        raise ValueError(f"decisions {wrong} are listed as merged into others")
     rows = ([f"[{number:04}]({name})", title] for number, (name, title) in found.items())
     merged = ", ".join(f"{gone:04} → [{kept:04}]({found[kept][0]})" for gone, kept in MERGED.items())
     return f"{HEAD}\n{table(['number', 'decision'], rows)}\nMerged: {merged}.\n"

@@ -1,4 +1,4 @@
-"""docs/glossary.md: the words of Whippet, from docs/glossary.yaml, and whether the code has what they name."""
+"""Writes docs/glossary.md from docs/glossary.yaml, and checks that the code has what it names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ in code, documents and logs.
 
 @dataclass(frozen=True)
 class Term:
-    """A word, what it means, and where the code has it: `PATH` or `PATH:NAME`."""
+    """A word, its meaning, and where the code has it: `PATH` or `PATH:NAME`."""
 
     word: str
     meaning: str
@@ -34,14 +34,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Glossary:
-    """The table."""
-
     terms: tuple[Term, ...]
     retired: tuple[tuple[str, str], ...]  # word, what is written instead
 
 
 def read_glossary(root: Path) -> Glossary:
-    """The table of a tree. Raises ValueError where it is out of order or a word stands twice."""
+    """Reads the table of a tree. Raises ValueError where it is out of order or a word stands twice."""
     data: dict[str, Any] = yaml.safe_load((root / "docs" / "glossary.yaml").read_text("utf-8"))
     terms = tuple(Term(one["word"], one["meaning"], tuple(one["code"])) for one in data["terms"])
     words = [term.word for term in terms]
@@ -51,9 +49,8 @@ def read_glossary(root: Path) -> Glossary:
 
 
 def glossary_page(root: Path) -> str:
-    """The whole page."""
     glossary = read_glossary(root)
-    terms = ([term.word, term.meaning, ", ".join(map(shown, term.code))] for term in glossary.terms)
+    terms = ([term.word, term.meaning, ", ".join(map(linked, term.code))] for term in glossary.terms)
     return "\n".join(
         [
             HEAD,
@@ -64,8 +61,8 @@ def glossary_page(root: Path) -> str:
     )
 
 
-def shown(place: str) -> str:
-    """`NAME` in `PATH`, or the path alone."""
+def linked(place: str) -> str:
+    """Formats `NAME` in `PATH`, or the path alone."""
     path, _, name = place.partition(":")
     return f"`{name}` in `{path}`" if name else f"`{path}`"
 
@@ -82,7 +79,6 @@ def exists(root: Path, place: str) -> bool:
 
 
 def defined(body: Sequence[ast.stmt]) -> set[str]:
-    """Names that the top of a module defines."""
     found: set[str] = set()
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

@@ -1,11 +1,11 @@
-"""docs/operations/metrics.md: every metric family of the server, with the values of its labels."""
+"""Writes docs/operations/metrics.md: every metric family of the server, with the values of its labels."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from scripts.cells import table
-from service.observability.metric_names import EVENTS, FAMILIES, Family
+from service.observability.metric_names import EVENTS, FAMILIES, MetricFamily
 
 HEAD = """# Metrics
 
@@ -58,24 +58,23 @@ NOTES: Mapping[str, str] = {
 
 
 def metrics_page() -> str:
-    """The whole page."""
     rows = (
         [f"`{exported(name, family)}`", family.kind, labels(family), text(name)] for name, family in FAMILIES.items()
     )
     return f"{HEAD}\n{table(['metric', 'type', 'labels', 'meaning'], rows)}"
 
 
-def exported(name: str, family: Family) -> str:
-    """The name as Prometheus sees it, without the prefix."""
+def exported(name: str, family: MetricFamily) -> str:
+    """Returns the name in Prometheus, without the prefix."""
     return f"{name}_total" if family.kind == "counter" else name
 
 
-def labels(family: Family) -> str:
+def labels(family: MetricFamily) -> str:
     return ", ".join(f"`{name}`" for name in family.labels)
 
 
 def text(name: str) -> str:
-    """The family's sentence, its note, and the values of an event's label that are known in advance."""
+    """Returns the family's sentence, its note, and the values of an event's label that are known in advance."""
     known = next((event.known for event in EVENTS.values() if event.family == name and event.known), ())
     values = f"Values: {', '.join(f'`{value}`' for value in known)}." if known and name not in NOTES else ""
     return " ".join(filter(None, (FAMILIES[name].help, NOTES.get(name, ""), values)))

@@ -1,4 +1,4 @@
-"""docs/operations/settings.md: every leaf of the settings tree, by group."""
+"""Writes docs/operations/settings.md: every leaf of the settings tree, by group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ LIVE_GROUP, LIVE_LEAF = "optimizations", "log-level"
 
 
 def settings_page() -> str:
-    """The whole page."""
     parts = [HEAD]
     for group, members in groupby(sorted(leaves(Settings), key=group_of), key=group_of):
         rows = ([f"`--{leaf.name}`{reloaded(leaf)}", values(leaf), default(leaf), cell(leaf.help)] for leaf in members)
@@ -33,7 +32,7 @@ def group_of(leaf: Leaf) -> str:
 
 
 def reloaded(leaf: Leaf) -> str:
-    """A mark for what a running server takes up from its file."""
+    """Returns a mark for settings that a running server reads again."""
     live = leaf.name == LIVE_LEAF or leaf.path[0] == LIVE_GROUP or leaf.name in LIVE_CACHE
     return " ↻" if live else ""
 

@@ -25,7 +25,6 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def stale(root: Path) -> list[str]:
-    """Pages that differ from what would be written."""
     return [name for name, page in PAGES.items() if not (root / name).exists() or read(root / name) != page()]
 
 
@@ -34,7 +33,6 @@ def read(path: Path) -> str:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit 1 where a page differs")
     check = parser.parse_args().check

@@ -1,4 +1,4 @@
-"""The result files that figures are rendered from."""
+"""Reads the result files that figures are rendered from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.result import code_hash, measured_code
 
 
 class FigureError(Exception):
-    """A marker, a result file or a key in it that does not exist. The message says where."""
+    """A marker, a result file or a key in it does not exist. The message names the place."""
 
 
 def flat(found: Any) -> Any:
@@ -27,9 +27,9 @@ def flat(found: Any) -> Any:
 
 
 def older(root: Path) -> list[str]:
-    """Result files without a record of the present code, a line each. A result says so by its hash of that code; those
-    from before there was one, by their commit. Changed code need not have changed a figure, so this is a list to look
-    at and fails nothing."""
+    """Returns result files without a record of the present code, a line each. A result has a hash of that code; those
+    from before there was one, a commit. Changed code need not have changed a figure, so this is a list to look at and
+    fails nothing."""
     lines = []
     for path in sorted((root / "bench" / "results").glob("*.json")):
         bench = path.stem.rpartition("-")[0].replace("-", "_")
@@ -40,7 +40,7 @@ def older(root: Path) -> list[str]:
 
 
 def nameless(root: Path) -> list[str]:
-    """Result files that name neither a hash nor a commit: nobody can say what they measured."""
+    """Returns result files that name neither a hash nor a commit, so that what they measured is unknown."""
     return [
         path.name
         for path in sorted((root / "bench" / "results").glob("*.json"))
@@ -64,7 +64,7 @@ def _names(one: Mapping[str, Any]) -> str:
 
 
 def _age(one: Mapping[str, Any], bench: str, root: Path) -> str:
-    """Empty where the code is what it was, or where git does not know."""
+    """Returns an empty text where the code is unchanged, or where git does not know."""
     if "code" in one:
         return "" if one["code"] == code_hash(str(one.get("bench", bench)), root) else f"code {one['code']}"
     commit = next((str(one[key]) for key in _COMMITS if one.get(key)), "").removesuffix("-dirty")
@@ -78,7 +78,7 @@ def _changed(commit: str, bench: str, root: Path) -> bool:
 
 
 class Results:
-    """bench/results, each file parsed when a renderer first asks for it."""
+    """Parses each file of bench/results when a renderer first needs it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

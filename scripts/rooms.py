@@ -1,8 +1,8 @@
-"""The contract that import-linter holds rooms to: what a room does not list it may not import.
+"""Implements import-linter's contract for rooms: what a room does not list it may not import.
 
 A room is a folder or a file directly under one of the four packages; a line named like a package is the room of the
 files at its top that have no line of their own. A room without a line is closed both ways, so a new folder fails until
-somebody says what it may import and who may import it.
+the table states what it may import and what may import it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WHERE = "pyproject.toml, contract `rooms`"
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Who may import what, by dotted names. A name stands for all that is below it."""
+    """Permitted imports between rooms, by dotted names. A name stands for all that is below it."""
 
     rooms: Mapping[str, tuple[str, ...]]  # importing room, or a module within one → what it may import
     packages: Mapping[str, tuple[str, ...]]  # third-party package → who may import it
@@ -27,7 +27,7 @@ class Table:
 
     @classmethod
     def read(cls, rooms: Iterable[str], packages: Iterable[str], without: Iterable[str]) -> Table:
-        """Of lines `name: other other`. Raises ValueError."""
+        """Parses lines `name: other other`. Raises ValueError."""
         return cls(_lines(rooms), _lines(packages), _lines(without))
 
 
@@ -42,7 +42,7 @@ def _lines(lines: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def violations(graph: ImportGraph, table: Table) -> list[str]:
-    """Sentences, one for each thing that is wrong; each says what to do. Empty where all is well."""
+    """Returns a sentence for each fault, with its remedy. Empty where all is well."""
     ours = {name.partition(".")[0] for name in graph.modules if not graph.is_module_squashed(name)}
     modules = sorted(name for name in graph.modules if name.partition(".")[0] in ours)
     rooms = {name: _room(graph, table, name) for name in modules}
@@ -50,7 +50,7 @@ def violations(graph: ImportGraph, table: Table) -> list[str]:
 
 
 def unused(graph: ImportGraph, table: Table) -> list[str]:
-    """What lines allow and nothing uses: a door left open."""
+    """Returns permissions that no import uses."""
     rooms = {name: _room(graph, table, name) for name in graph.modules}
     return [*_unused_arrows(graph, table, rooms), *_unused_packages(graph, table)]
 

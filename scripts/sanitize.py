@@ -1,4 +1,4 @@
-"""The GPU tests of the kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
+"""Runs the GPU tests of the kernels under NVIDIA's compute-sanitizer, on a machine with a GPU:
 
     python -m scripts.sanitize                       # memcheck and racecheck of every file, four at a time
     python -m scripts.sanitize --tools memcheck --files tests/engine/kernels/test_gpu_step.py --cases 100
@@ -85,22 +85,20 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """Begins no test past the time, so that the tool can say what it found until then."""
+    """Begins no test past the time, so that the tool can report its findings."""
     if time.monotonic() > float(os.environ[_UNTIL]):
         item.session.shouldstop = "the time is up"
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most so many of [0, count), evenly apart, the first and the last among them."""
+    """Returns at most `most` of [0, count), evenly apart, the first and the last among them."""
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / max(most - 1, 1)) for at in range(most)})
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a tool said of a file."""
-
+class SanitizerOutcome:
     passed: list[str]
     failed: list[str]
     findings: Counter[str]
@@ -111,28 +109,29 @@ class Outcome:
         return bool(self.passed and self.summary) and not self.failed and not self.findings
 
 
-def outcome(tests: str, told: str) -> Outcome:
-    """Of what pytest printed, and what the tool wrote."""
-    summaries = _SUMMARY.findall(told)
-    findings = Counter(one[:160] for one in _FINDING.findall(told))
-    return Outcome(_PASSED.findall(tests), _FAILED.findall(tests), findings, summaries[-1] if summaries else "")
+def outcome(tests: str, output: str) -> SanitizerOutcome:
+    summaries = _SUMMARY.findall(output)
+    findings = Counter(one[:160] for one in _FINDING.findall(output))
+    return SanitizerOutcome(
+        _PASSED.findall(tests), _FAILED.findall(tests), findings, summaries[-1] if summaries else ""
+    )
 
 
-def sanitize(tool: str, file: Path, given: argparse.Namespace) -> Outcome:
-    """One file under one tool. Past its time no further test begins; what then still runs is ended with all it started:
-    the tool alone would leave the tests running."""
-    log, told = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
-    command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={told}", "--print-limit=20", *given.option]
+def sanitize(tool: str, file: Path, given: argparse.Namespace) -> SanitizerOutcome:
+    """Runs one file under one tool. Past its time no further test begins; a test that still runs is ended with all it
+    started: the tool alone would leave the tests running."""
+    log, output = (given.logs / f"{tool}-{file.stem}.{kind}.txt" for kind in ("tests", "tool"))
+    command = ["compute-sanitizer", f"--tool={tool}", f"--log-file={output}", "--print-limit=20", *given.option]
     # Ours have C names. torch's take most of the time, and are looked at elsewhere.
     command += ["--kernel-name-exclude=regex=^_Z"]
     # What libraries ask of the driver and are refused is their own affair.
     command += ["--report-api-errors=no"] if tool == "memcheck" else []
     run(command, file, log, given)
-    return outcome(log.read_text(errors="replace"), told.read_text(errors="replace") if told.exists() else "")
+    return outcome(log.read_text(errors="replace"), output.read_text(errors="replace") if output.exists() else "")
 
 
 def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -> None:
-    """The tests of a file that were asked for, under the command of a tool, or without one."""
+    """Runs the selected tests of a file, under the command of a tool, or without one."""
     command = [*tool, sys.executable, "-m", "pytest", "-v", "-p", "scripts.sanitize", "-p", "no:cacheprovider"]
     command += ["--tb=short", "-o", "addopts=", "-o", "timeout=0", "-m", "gpu", str(file)]
     only = SMALL.get(file.stem, "") if given.only is None else given.only
@@ -154,7 +153,7 @@ def run(tool: Sequence[str], file: Path, log: Path, given: argparse.Namespace) -
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where every file ended and nothing was found."""
+    """Returns 0 where every file ended and nothing was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--files", nargs="+", type=Path, default=sorted(Path().glob(FILES)))
@@ -163,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600, help="of a file under a tool, until the last test begins")
     parser.add_argument("--grace", type=float, default=120, help="seconds for that test and the tool's summary")
     parser.add_argument("--at-once", type=int, default=4, help="processes")
-    parser.add_argument("--logs", type=Path, default=Path("."), help="where what the tool says is kept, a file each")
+    parser.add_argument("--logs", type=Path, default=Path("."), help="where the tool's output is kept, a file each")
     parser.add_argument("--option", action="append", default=[], help="of compute-sanitizer")
     given = parser.parse_args(argv)
     given.logs.mkdir(parents=True, exist_ok=True)

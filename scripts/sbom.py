@@ -15,18 +15,17 @@ OURS = "whippet-serve"
 
 
 def normal(name: str) -> str:
-    """As package URLs have it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def component(package: Distribution) -> dict[str, Any]:
-    """A package and its licence, as far as it says one."""
-    told: Any = package.metadata  # an email.message.Message
-    name, version = normal(told["Name"]), package.version
+    """Describes a package and its licence, if it declares one."""
+    metadata: Any = package.metadata  # an email.message.Message
+    name, version = normal(metadata["Name"]), package.version
     url = f"pkg:pypi/{name}@{quote(version)}"
     found: dict[str, Any] = {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-    expression = told.get("License-Expression")
-    plain = (told.get("License") or "").strip()
+    expression = metadata.get("License-Expression")
+    plain = (metadata.get("License") or "").strip()
     if expression:
         found["licenses"] = [{"expression": expression}]
     elif plain and "\n" not in plain:  # some put the whole text there
@@ -35,7 +34,7 @@ def component(package: Distribution) -> dict[str, Any]:
 
 
 def bill(packages: list[Distribution]) -> dict[str, Any]:
-    """In the order of names, each once; ours is what the others are parts of."""
+    """Lists packages by name, each once; ours contains the others."""
     parts = {one["bom-ref"]: one for one in map(component, packages)}
     ours = [one for one in parts.values() if one["name"] == OURS]
     return {

@@ -1,4 +1,4 @@
-"""The composition root: settings to the parts of a server, bound and not yet started."""
+"""Composes a server: from settings to its parts, bound and not yet started."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from service.core.operations.draining import Drain
 from service.core.operations.profiling import Profiler
 from service.core.operations.reloading import Reloader
 from service.core.parsing.formats import choose
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text import Tokenizer
 from service.core.text.archive import TokenizerArchive
 from service.core.text.sandbox.processes import TextProcesses
@@ -42,7 +42,7 @@ from service.tracing.start import Traces
 from service.tracing.start import start as start_traces
 from service.transport.call.http2 import PortBounds
 from service.transport.call.inbox import SMALL, Inbox, InboxBounds
-from service.transport.call.rpc import Guard, Strangers
+from service.transport.call.rpc import Guard, UnknownMethods
 from service.transport.call.writer import StallWatch
 from service.transport.identity.identity import Identity, closed_console
 from service.transport.identity.tenants_file import quotas_of
@@ -56,19 +56,16 @@ from service.transport.relays.relays import RelayCounts, RelayOptions
 
 
 def protocols(settings: Settings) -> tuple[WireProtocol, ...]:
-    """What is spoken."""
-    wished = settings.protocols
+    enabled = settings.protocols
     others: tuple[tuple[bool, WireProtocol], ...] = (
-        (wished.vllm_engine, VllmEngine()),
-        (wished.open_inference, OpenInference()),
+        (enabled.vllm_engine, VllmEngine()),
+        (enabled.open_inference, OpenInference()),
     )
     return WhippetV1(), *(protocol for on, protocol in others if on)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What starts and stops with the server."""
-
+class ServerParts:
     identity: Identity
     reloader: Reloader
     engine: EngineClient
@@ -86,7 +83,7 @@ class Parts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, what files say of callers, of ourselves and of the settings."""
+        """Reads again, soon, the files of callers, certificates and settings."""
         self.reloader.now()
         self.identity.reload()
         self.admission.quotas.reload()
@@ -103,8 +100,8 @@ def build(
     processes: TextProcesses,
     refusals: Counter[str],
     begun: Begun,
-) -> Parts:
-    """Everything, bound and not yet started, but for the engine's first process, which was begun."""
+) -> ServerParts:
+    """Makes all parts, bound and not yet started, but for the engine's first process, which was begun."""
     identity = Identity(settings)
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
@@ -134,7 +131,7 @@ def build(
     narrow = replace(SIDE_BOUNDS, spare=most.spare)
     ports = _Ports(health, observers, identity)
     relays = RelayOptions(settings.server.fronts, settings.server.hang_timeout, settings.log_level, settings.log.format)
-    return Parts(
+    return ServerParts(
         identity=identity,
         reloader=reloader,
         engine=engine,
@@ -184,7 +181,7 @@ class _Ports:
         self._contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
 
     def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
-        """As open_port. One without services is for probes, and speaks no TLS."""
+        """Opens a port. One without services is for probes, and uses no TLS."""
         credentials = self._identity.credentials() if services else None
         port = open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
         self._evictor.watch(port.number, bounds, inbox.busy)
@@ -200,7 +197,7 @@ class _Ports:
         relays: RelayOptions,
         counts: RelayCounts,
     ) -> Port:
-        """The port for callers: of this process, or of so many that share it."""
+        """Opens the port for callers: of this process, or of relays that share it."""
         if relays.count == 1:
             return self.open("listen", address, services, inbox, bounds)
         handlers, certificates = self._handlers(services, inbox), self._identity.certificates
@@ -211,7 +208,7 @@ class _Ports:
         handlers = [handler for one in services for handler in one.handlers]
         handlers.append(self._health.handlers(inbox, self._observers))
         handlers += reflection.handlers([*names, HEALTH], self._contract, inbox, self._observers)
-        return [*handlers, Strangers(inbox, self._observers)]
+        return [*handlers, UnknownMethods(inbox, self._observers)]
 
 
 def _tokenizer(settings: Settings) -> Tokenizer:
@@ -230,7 +227,7 @@ def _use_cases(
     counted: frozenset[str],
     begun: Begun,
 ) -> tuple[UseCases, EngineClient]:
-    """What protocols call, around an engine that is not started yet."""
+    """Makes the use cases around an engine that is not started yet."""
     cache_options = checked(settings.cache)
     tokenizer = _tokenizer(settings)
     if tokenizer.digest != processes.digest:
@@ -249,11 +246,11 @@ def _use_cases(
         most = settings.scheduler.max_sequences or CPU_SEQUENCES if known is None else known.max_sequences
         return min(most, engine.load.most_running or most)
 
-    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wished=settings.cache.semantic.mode)
+    caches = AnswerCaches(cache_options, engine, tokenizer.digest, wanted_mode=settings.cache.semantic.mode)
     quotas = quotas_of(settings.auth.tenants_file, caches, refusals)
     admission = Admission(settings.limits, capacity, refusals=refusals, quotas=quotas)
     model = ServedModel(settings.served_name, tokenizer, engine, processes, choose(settings.chat, tokenizer))
-    switches = Switches(settings.optimizations, engine, caches.unused)
+    switches = OptimizationSwitches(settings.optimizations, engine, caches.unused)
     sources = AnswerSources(model, engine, caches, switches, admission.slots)
     cases = UseCases(
         engine=engine,

@@ -1,4 +1,5 @@
-"""A server from its flags to its exit code. Starts the engine process first, which then imports while this one does."""
+"""Runs a server from its flags to its exit code. Starts the engine process first, which then imports while this one
+does."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _kind(argv: Sequence[str]) -> str:
-    """Of what the engine will probably load, before the settings are read: a file of settings may say another."""
+    """Returns the kind of engine that will probably load, before the settings are read: a file of settings may change
+    it."""
     model = any(word.startswith("--model") for word in argv) or "WHIPPET_MODEL" in os.environ
     return "model" if model and not any("fake" in word for word in argv) else "fake"
 

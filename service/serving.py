@@ -1,4 +1,4 @@
-"""A server from its settings to its end: start, signals, drain."""
+"""Runs a server from its settings to its end: start, signals, drain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvloop
 
 from engine.client import texts_digest
 from engine.launch import Begun
-from service.assembly import Parts, build
+from service.assembly import ServerParts, build
 from service.config.settings import Settings
 from service.core.text.sandbox.processes import TextProcesses
 from service.observability.scrape import PATH as METRICS_PATH
@@ -68,12 +68,12 @@ async def _serve(settings: Settings, again: Callable[[], Settings], begun: Begun
         try:
             within = settings.drain.timeout if await _ready(settings, parts, stop, stack) else None
         except Exception:
-            await _drain(None, parts, stop)  # who calls is told
+            await _drain(None, parts, stop)  # callers learn of it
             raise
         return await _drain(within, parts, stop)
 
 
-async def _ready(settings: Settings, parts: Parts, stop: Signals, stack: AsyncExitStack) -> bool:
+async def _ready(settings: Settings, parts: ServerParts, stop: Signals, stack: AsyncExitStack) -> bool:
     """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
@@ -90,7 +90,7 @@ async def _ready(settings: Settings, parts: Parts, stop: Signals, stack: AsyncEx
     return True
 
 
-def _announce(settings: Settings, parts: Parts) -> None:
+def _announce(settings: Settings, parts: ServerParts) -> None:
     """Prints three lines at once: what is served and on what, how to call it, and all addresses."""
     info = parts.engine.info
     if info is None:
@@ -111,7 +111,7 @@ def _announce(settings: Settings, parts: Parts) -> None:
     sys.stdout.flush()
 
 
-async def _drain(within: float | None, parts: Parts, stop: Signals) -> int:
+async def _drain(within: float | None, parts: ServerParts, stop: Signals) -> int:
     """Refuses new requests, waits for live ones, then closes; without waiting where `within` is None, since nothing was
     served yet, or cannot be any more. A second signal ends all waiting."""
     parts.drain.begin(for_good=True)
@@ -134,14 +134,14 @@ async def _drain(within: float | None, parts: Parts, stop: Signals) -> int:
     return CUT_OFF if cut else STOPPED
 
 
-async def _close(parts: Parts) -> None:
-    """What is still live fails with UNAVAILABLE, and every port is closed."""
+async def _close(parts: ServerParts) -> None:
+    """Fails live requests with UNAVAILABLE, and closes every port."""
     parts.health.close()
     await asyncio.gather(parts.engine.close(), *(port.close(_STATUS_GRACE) for port in parts.ports))
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
-    """These tasks never end by themselves: raises the error that ended one."""
+    """Raises the error that ended one of the tasks, which never end by themselves."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, as an event that work is raced against."""
+"""Turns SIGTERM and SIGINT into an event that work is raced against."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import FrameType
 
 
 class Signals:
-    """SIGTERM and SIGINT. Once the server has ended, one more does nothing: not even while the interpreter takes itself
-    apart, when no handler is left. After an exception, whoever called `serve` has its own handlers again."""
+    """Handles SIGTERM and SIGINT. Once the server has ended, another signal has no effect, even while the interpreter
+    shuts down and no handler is left. After an exception, the caller of `serve` has its own handlers again."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""The version that runs, as it is installed."""
+"""Returns the installed version."""
 
 from __future__ import annotations
 

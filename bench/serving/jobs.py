@@ -1,5 +1,5 @@
-"""What a calling process is told and what it says, as lines of JSON. Times are seconds of the monotonic clock,
-which all processes of a machine share."""
+"""Defines the jobs and results of calling processes, as lines of JSON. Times are seconds of the monotonic clock, which
+all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from datetime import datetime
 
 import msgspec
 
-from bench.own_server import Server, cpu_seconds
+from bench.own_server import RunningServer, cpu_seconds
 from bench.pace import quantile
 
 _STEP = math.log(1.01)  # between two borders of what is counted: quantiles are right to one per cent
 
 
-class Wish(msgspec.Struct, frozen=True, array_like=True):
+class LoadRequest(msgspec.Struct, frozen=True, array_like=True):
     """One request. Its prompt is `text`; without one, ids: of each of `blocks` 512, cut to `prompt`; without those,
     `prompt` ids that no other number has."""
 
@@ -32,11 +32,9 @@ class Wish(msgspec.Struct, frozen=True, array_like=True):
     blocks: tuple[int, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True):
-    """Requests for one process."""
-
+class LoadJob(msgspec.Struct, frozen=True):
     begin: float
-    wishes: list[Wish]
+    requests: list[LoadRequest]
     streams: int = 0  # at once; 0: each at its own time
     until: float | None = None  # with streams: the wishes again and again until this time; None: once
     vocabulary: int = 256
@@ -44,9 +42,7 @@ class Job(msgspec.Struct, frozen=True):
     patience: float = 300.0  # seconds; who waits for longer was lost
 
 
-class Ended(msgspec.Struct, array_like=True):
-    """One request as its caller saw it."""
-
+class EndedRequest(msgspec.Struct, array_like=True):
     due: float  # when it was to be asked: what waits in the caller counts against the server
     begun: float  # when it was asked
     ended: float = 0.0
@@ -57,33 +53,29 @@ class Ended(msgspec.Struct, array_like=True):
     code: str = ""
     wanted: int = 0  # tokens
     finishes: int = 0
-    late: bool = False  # a message came after the one that said it was the last
+    late: bool = False  # a message came after the last one
     retry: float | None = None  # seconds after which a refusal says to come again
 
     @property
     def accepted(self) -> bool:
-        """Something came: no refusal."""
         return self.messages > 0 or self.finishes > 0
 
     @property
     def wrong(self) -> bool:
-        """Accepted or said to have gone well, but not ended exactly once with all its tokens."""
+        """Whether it was accepted or reported as good, but did not end exactly once with all its tokens."""
         if not self.accepted and self.code != "OK":
             return False
         return self.code != "OK" or self.finishes != 1 or self.late or self.tokens != self.wanted
 
 
-class Found(msgspec.Struct):
-    """Of one job."""
-
-    ended: list[Ended]
+class JobResult(msgspec.Struct):
+    ended: list[EndedRequest]
     gaps: dict[int, int]  # between messages of a stream, by `bucket`
     tenths: dict[int, int]  # tokens that came in each tenth of a second after the beginning
     cpu: float  # seconds of processor time that this process used
 
 
 def bucket(seconds: float) -> int:
-    """Where a duration is counted."""
     return round(math.log(max(seconds, 1e-7)) / _STEP)
 
 
@@ -98,7 +90,6 @@ def counted_quantile(counts: dict[int, int], share: float) -> float:
 
 
 def summed(parts: Iterable[dict[int, int]]) -> dict[int, int]:
-    """Counts added up."""
     total: dict[int, int] = {}
     for part in parts:
         for at, count in part.items():
@@ -106,25 +97,25 @@ def summed(parts: Iterable[dict[int, int]]) -> dict[int, int]:
     return total
 
 
-def shared_out(job: Job, processes: int) -> list[Job]:
-    """The job cut for so many processes, streams and wishes evenly; fewer jobs where it has not enough streams."""
+def shared_out(job: LoadJob, processes: int) -> list[LoadJob]:
+    """Divides the job among processes, streams and requests evenly; fewer jobs where it has not enough streams."""
     parts = min(processes, job.streams) if job.streams else processes
     found = []
     for part in range(parts):
         streams = job.streams // parts + (part < job.streams % parts)
-        found.append(msgspec.structs.replace(job, wishes=job.wishes[part::parts], streams=streams))
-    return [one for one in found if one.wishes]
+        found.append(msgspec.structs.replace(job, requests=job.requests[part::parts], streams=streams))
+    return [one for one in found if one.requests]
 
 
-def ids_of(wish: Wish, vocabulary: int) -> Sequence[int]:
-    """Of its prompt. Never one of the first three, which models give a meaning."""
+def ids_of(request: LoadRequest, vocabulary: int) -> Sequence[int]:
+    """Returns the prompt's ids. Never one of the first three, which models give a meaning."""
     room = vocabulary - 3
-    if not wish.blocks:
-        return [3 + (wish.number * 7919 + place * 104_729 + place * place) % room for place in range(wish.prompt)]
+    if not request.blocks:
+        return [3 + (request.number * 7919 + place * 104_729 + place * place) % room for place in range(request.prompt)]
     found: list[int] = []
-    for block in wish.blocks:
+    for block in request.blocks:
         found += [3 + (block * 7919 + place * 104_729) % room for place in range(512)]
-    return found[: wish.prompt]
+    return found[: request.prompt]
 
 
 REFUSED = ("RESOURCE_EXHAUSTED", "UNAVAILABLE")
@@ -139,9 +130,7 @@ _SMI = (
 
 
 @dataclass(slots=True)
-class Watched:
-    """Counts what the machine did while a load ran."""
-
+class MachineCounters:
     front: float | None = None  # seconds of processor time that the front used; None where the server is not ours
     relays: float | None = None  # likewise of its relays together
     gpu: list[tuple[float, float]] = field(
@@ -150,9 +139,8 @@ class Watched:
 
 
 @contextmanager
-def watched(server: Server | None) -> Iterator[Watched]:
-    """What is used within the block."""
-    found = Watched()
+def machine_counters(server: RunningServer | None) -> Iterator[MachineCounters]:
+    found = MachineCounters()
     before = (0.0, 0.0) if server is None else (cpu_seconds(server.pid), server.relays_cpu())
     sampler = _sampler()
     try:
@@ -166,10 +154,10 @@ def watched(server: Server | None) -> Iterator[Watched]:
             found.gpu = _samples(sampler.communicate()[0])
 
 
-def _samples(said: str) -> list[tuple[float, float]]:
-    """Of lines `2026/01/31 12:00:00.000, 97`."""
+def _samples(text: str) -> list[tuple[float, float]]:
+    """Parses lines `2026/01/31 12:00:00.000, 97`."""
     found = []
-    for line in said.splitlines():
+    for line in text.splitlines():
         when, _, share = line.partition(",")
         if share.strip().isdigit():
             at = datetime.strptime(when.strip(), "%Y/%m/%d %H:%M:%S.%f").timestamp()
@@ -185,8 +173,8 @@ def _sampler() -> subprocess.Popen[str] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Rates are of `window` where there is one, else from the first request to the last token."""
+class LoadOutcome:
+    """Results of a load. Rates are of `window` where there is one, else from the first request to the last token."""
 
     output_tokens_per_second: float
     requests_per_second: float
@@ -210,7 +198,7 @@ class Outcome:
     extra: dict[str, object] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
-        """As kept: quantiles flat, by names that other benches use."""
+        """Returns the record: quantiles flat, by names that other benches use."""
         found: dict[str, object] = {}
         for name, value in asdict(self).items():
             if name == "extra":
@@ -222,8 +210,10 @@ class Outcome:
         return found
 
 
-def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[float, float] | None = None) -> Outcome:
-    """Of all processes' shares of one load; `window` in seconds after its beginning."""
+def outcome(
+    parts: Sequence[JobResult], begin: float, seen: MachineCounters, window: tuple[float, float] | None = None
+) -> LoadOutcome:
+    """Combines all processes' shares of one load; `window` in seconds after its beginning."""
     ended = [one for part in parts for one in part.ended]
     well = [one for one in ended if one.code == "OK" and not one.wrong]
     refused = [one for one in ended if not one.accepted and one.code in REFUSED]
@@ -240,7 +230,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
     cpu = [part.cpu / busy for part in parts]
     gpu = [share for at, share in seen.gpu if begin <= at < begin + busy]
     messages = sum(one.messages for one in ended)
-    return Outcome(
+    return LoadOutcome(
         output_tokens_per_second=round(tokens / seconds, 1),
         requests_per_second=round(count / seconds, 2),
         seconds=round(seconds, 3),
@@ -263,7 +253,7 @@ def outcome(parts: Sequence[Found], begin: float, seen: Watched, window: tuple[f
     )
 
 
-def _pace(one: Ended) -> float:
+def _pace(one: EndedRequest) -> float:
     return (one.last - one.first) / (one.tokens - 1)
 
 

@@ -29,9 +29,9 @@ from typing import Any
 import grpc
 
 from bench.redis_server import RedisServer, redis_server, write_keys
-from bench.soaking.callers import Callers, Metadata, bearer, oracle
-from bench.soaking.history import Verdict, verdict
-from bench.soaking.trouble import Sample, Trouble, Watch, write_quotas, write_tokens
+from bench.soaking.callers import Metadata, SoakCallers, bearer, oracle
+from bench.soaking.history import SoakVerdict, verdict
+from bench.soaking.trouble import MemoryWatch, Sample, Trouble, write_quotas, write_tokens
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
 
@@ -52,8 +52,6 @@ _CALLS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    """A server that runs."""
-
     process: subprocess.Popen[bytes]
     data: str
     admin: str
@@ -63,7 +61,7 @@ class Soaked:
 
 @contextmanager
 def serving(folder: Path, flags: Sequence[str]) -> Iterator[Soaked]:
-    """On free ports, until the context ends. Its log is a file."""
+    """Starts a server on free ports, until the context ends. Its log is a file."""
     ports = [f"--{name}=127.0.0.1:0" for name in ("listen", "admin-listen", "health-listen", "metrics-listen")]
     code = "import sys; from service.main import serve; sys.exit(serve(sys.argv[1:]))"
     log = folder / "log"
@@ -82,10 +80,10 @@ def serving(folder: Path, flags: Sequence[str]) -> Iterator[Soaked]:
 
 
 async def soak(server: Soaked, redis: RedisServer, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """The whole time. What it returns has the faults."""
+    """Soaks the server; the result has the faults."""
     questions, alone = await oracle(server.data, TENANTS, PROMPTS)
-    callers = Callers(server.data, questions, TENANTS[-1], given.callers)
-    watch = Watch(server.process.pid)
+    callers = SoakCallers(server.data, questions, TENANTS[-1], given.callers)
+    watch = MemoryWatch(server.process.pid)
     async with grpc.aio.insecure_channel(server.admin) as channel:
         make: Any = AdminServiceStub  # generated, without types
         admin, who = make(channel), bearer(TENANTS[0])
@@ -125,14 +123,14 @@ async def soak(server: Soaked, redis: RedisServer, folder: Path, given: argparse
     }
 
 
-async def _until(moment: float, callers: Callers, trouble: Trouble) -> None:
+async def _until(moment: float, callers: SoakCallers, trouble: Trouble) -> None:
     while (left := moment - time.monotonic()) > 0:
         await asyncio.sleep(min(left, 30.0))
         print(f"{len(callers.events) // 2} requests, {sum(trouble.happened.values())} troubles", flush=True)
 
 
-async def _home(watch: Watch, before: Sample, admin: AdminServiceStub, who: Metadata) -> Sample:
-    """What is held once the engine is idle and no caller is there; the last look, if it is never little enough."""
+async def _home(watch: MemoryWatch, before: Sample, admin: AdminServiceStub, who: Metadata) -> Sample:
+    """Returns what is held once the engine is idle and no caller is there; the last poll, if it never falls enough."""
     end = time.monotonic() + HOME
     while True:
         seen = watch.look()
@@ -152,7 +150,7 @@ def _left(before: Sample, after: Sample) -> list[str]:
     return found
 
 
-def _held(watch: Watch, measured: tuple[float, float], before: Sample, after: Sample) -> list[str]:
+def _held(watch: MemoryWatch, measured: tuple[float, float], before: Sample, after: Sample) -> list[str]:
     found = _left(before, after)
     sizes = {"front": after.front, "engine": after.engine}
     for (name, size), grown in zip(sizes.items(), watch.grown(*measured), strict=True):
@@ -161,8 +159,8 @@ def _held(watch: Watch, measured: tuple[float, float], before: Sample, after: Sa
     return found
 
 
-def _counted(server: Soaked, judged: Verdict, alone: int) -> list[str]:
-    """The server's own count of calls that ended well, against the callers': one more for each that the caller left at
+def _counted(server: Soaked, judged: SoakVerdict, alone: int) -> list[str]:
+    """Compares the server's own count of successful calls with the callers': one more for each that the caller left at
     the very end. `alone`: those of the oracle."""
     with urllib.request.urlopen(server.metrics, timeout=20) as page:
         theirs = sum(float(count) for code, count in _CALLS.findall(page.read().decode()) if code == "OK")
@@ -174,7 +172,7 @@ def _counted(server: Soaked, judged: Verdict, alone: int) -> list[str]:
 
 
 def stopped(server: Soaked) -> list[str]:
-    """How it ends, and what its log says."""
+    """Stops the server, and checks how it ends and what its log has."""
     server.process.send_signal(signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         server.process.wait(60)
@@ -186,7 +184,6 @@ def stopped(server: Soaked) -> list[str]:
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """One server's soak."""
     with tempfile.TemporaryDirectory() as name, redis_server() as redis:
         folder = Path(name)
         tokens, tenants, keys = folder / "tokens.yaml", folder / "tenants.yaml", write_keys(folder / "keys")
@@ -206,7 +203,6 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--callers", type=int, default=24)

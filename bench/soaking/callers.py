@@ -12,14 +12,14 @@ from typing import Any
 
 import grpc
 
-from bench.soaking.history import Began, Ended, Event, Question
+from bench.soaking.history import Began, EndedCall, Event, OracleQuestion
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 TOKENS = 24  # of an answer
 PATIENCE = 120.0  # seconds; who waits for longer was lost
 PAUSE = 0.02  # seconds between two requests of a caller, on average
-AGAIN = 1.0  # seconds that a caller waits at most who was told to come again
+AGAIN = 1.0  # seconds that a refused caller waits at most
 LATE = 0.15  # seconds that a slow reader takes for a message, at most
 GENERATED = 0.3  # share of requests that no cache may answer
 HURRY = 0.25  # seconds until the deadline of one that hurries, at most
@@ -39,8 +39,7 @@ NOUNS = ("lines", "words", "files", "numbers", "names", "dates", "paths", "keys"
 Metadata = tuple[tuple[str, str], ...]
 
 
-def message(question: Question, **fields: Any) -> pb.GenerateStreamRequest:
-    """A greedy request of text."""
+def message(question: OracleQuestion, **fields: Any) -> pb.GenerateStreamRequest:
     asked = pb.GenerateStreamRequest(text=question.prompt, **fields)
     asked.stopping.max_tokens = TOKENS
     asked.sampling.temperature = 0.0
@@ -52,50 +51,50 @@ def bearer(token: str) -> Metadata:
 
 
 def stub_of(channel: grpc.aio.Channel) -> Any:
-    """Generated, without types."""
+    """Returns the generated stub, which has no types."""
     make: Any = GenerationServiceStub
     return make(channel)
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own."""
     return grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
 
 
-async def oracle(address: str, tenants: Sequence[str], each: int) -> tuple[list[Question], int]:
+async def oracle(address: str, tenants: Sequence[str], each: int) -> tuple[list[OracleQuestion], int]:
     """Questions of which no two have one answer, so that a mix-up shows, `each` of a tenant, and how many were asked.
     Each is asked alone and without caches."""
-    found: dict[str, Question] = {}
+    found: dict[str, OracleQuestion] = {}
     asked = 0
     async with open_channel(address) as channel:
         stub = stub_of(channel)
         for tenant in tenants:
             left = each
             for prompt in prompts(tenant):
-                alone = message(Question(tenant, prompt, ""), cache=UNCACHED)
+                alone = message(OracleQuestion(tenant, prompt, ""), cache=UNCACHED)
                 answer = await stub.Generate(_unary(alone), metadata=bearer(tenant), timeout=PATIENCE)
                 asked += 1
                 if answer.text and answer.text not in found:
-                    found[answer.text] = Question(tenant, prompt, answer.text)
+                    found[answer.text] = OracleQuestion(tenant, prompt, answer.text)
                     left -= 1
                 if left == 0:
                     break
             else:
-                raise RuntimeError("this model says the same to too many questions")
+                raise RuntimeError("this model gives the same answer to too many questions")
     return list(found.values()), asked
 
 
 def prompts(tenant: str) -> Iterator[str]:
-    """Short, so that each is fed whole whoever comes with it. They begin alike, so that pages are shared."""
+    """Yields short prompts, so that each is fed whole whatever runs beside it. They begin alike, so that pages are
+    shared."""
     for verb, noun in itertools.product(VERBS, NOUNS):
         yield f"# for {tenant}, who wants something short and without comments\ndef {verb}_{noun}("
 
 
 def pushback(error: grpc.aio.AioRpcError) -> int:
-    """Milliseconds until a caller may come again."""
+    """Returns the milliseconds until a caller may retry."""
     trailers: Any = error.trailing_metadata()
-    told = [value for name, value in trailers if name == "grpc-retry-pushback-ms"]
-    return int(told[0]) if told else 0
+    pushback = [value for name, value in trailers if name == "grpc-retry-pushback-ms"]
+    return int(pushback[0]) if pushback else 0
 
 
 def _unary(asked: pb.GenerateStreamRequest) -> pb.GenerateRequest:
@@ -103,9 +102,7 @@ def _unary(asked: pb.GenerateStreamRequest) -> pb.GenerateRequest:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What came of one call so far."""
-
+class _CallSeen:
     texts: list[str] = field(default_factory=list)
     finishes: int = 0
     late: bool = False
@@ -118,15 +115,14 @@ class _Seen:
             self.finishes += 1
             self.entry = answer.finish.cache_hit.entry_id
 
-    def ended(self, number: int, code: str) -> Ended:
-        return Ended(number, code, tuple(self.texts), self.finishes, self.late, self.entry)
+    def ended(self, number: int, code: str) -> EndedCall:
+        return EndedCall(number, code, tuple(self.texts), self.finishes, self.late, self.entry)
 
 
-class Callers:
-    """So many callers of one server at once, until they are told to stop. Events are in the order in which they saw
-    them."""
+class SoakCallers:
+    """Runs callers of one server at once, until they are stopped. Events are in the order in which callers saw them."""
 
-    def __init__(self, address: str, questions: list[Question], guest: str, count: int) -> None:
+    def __init__(self, address: str, questions: list[OracleQuestion], guest: str, count: int) -> None:
         self.events: list[Event] = []
         self._address = address
         self._questions = questions
@@ -153,8 +149,8 @@ class Callers:
                 await self._ask(stub, kind, chance.choice(owners), chance)
                 await asyncio.sleep(chance.expovariate(1 / PAUSE))
 
-    async def _ask(self, stub: Any, kind: str, question: Question, chance: random.Random) -> None:
-        number, seen, code, again = next(self._numbers), _Seen(), "OK", 0
+    async def _ask(self, stub: Any, kind: str, question: OracleQuestion, chance: random.Random) -> None:
+        number, seen, code, again = next(self._numbers), _CallSeen(), "OK", 0
         self.events.append(Began(number, kind, question))
         try:
             async with aclosing(self._answers(stub, kind, question, chance)) as answers:
@@ -171,7 +167,7 @@ class Callers:
         await asyncio.sleep(min(AGAIN, again / 1000))
 
     async def _answers(
-        self, stub: Any, kind: str, question: Question, chance: random.Random
+        self, stub: Any, kind: str, question: OracleQuestion, chance: random.Random
     ) -> AsyncGenerator[pb.GenerateResponse | pb.GenerateStreamResponse, None]:
         cache = UNCACHED if chance.random() < GENERATED else pb.CacheOptions()
         asked, token = message(question, cache=cache), "nobody" if kind == "stranger" else question.tenant

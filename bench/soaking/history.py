@@ -1,6 +1,6 @@
-"""What was asked, how it ended, and whether that is what callers are promised. Knows no gRPC and no clock.
+"""Checks histories of requests against what callers are promised. Knows no gRPC and no clock.
 
-A history is a list of events in the order in which callers saw them. `verdict` holds it against an oracle: the answers
+A history is a list of events in the order in which callers saw them. `verdict` compares it with an oracle: the answers
 to the same questions, each asked alone while nothing was wrong.
 """
 
@@ -27,9 +27,7 @@ PROMISED = frozenset({"unary", "stream", "slow", "guest", "leaves", "hurries"}) 
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt of one tenant, and what the oracle says."""
-
+class OracleQuestion:
     tenant: str
     prompt: str
     answer: str
@@ -37,31 +35,27 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A request was sent."""
-
     number: int
     kind: str
-    question: Question
+    question: OracleQuestion
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """Its call was over, as the caller saw it."""
-
+class EndedCall:
     number: int
     code: str
     texts: tuple[str, ...] = ()  # of its messages, one behind the other
-    finishes: int = 0  # messages that said that the answer was whole
+    finishes: int = 0  # messages that ended an answer
     late: bool = False  # something came behind such a message
     entry: str = ""  # the cache entry that it came from
 
 
-Event = Began | Ended
+Event = Began | EndedCall
 
 
 @dataclass(slots=True)
-class Verdict:
-    """What is wrong, a sentence each, and how many requests there were by kind and code."""
+class SoakVerdict:
+    """A sentence for each fault, and how many requests there were by kind and code."""
 
     faults: list[str] = field(default_factory=list)
     ends: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -71,9 +65,9 @@ class Verdict:
         return self.ends.total()
 
 
-def verdict(events: Iterable[Event], questions: Sequence[Question]) -> Verdict:
-    """Every request that began has ended once, in a way that is documented, and with no text but its own."""
-    found = Verdict()
+def verdict(events: Iterable[Event], questions: Sequence[OracleQuestion]) -> SoakVerdict:
+    """Checks that every request that began has ended once, in a documented way, and with no text but its own."""
+    found = SoakVerdict()
     owners = {question.answer: question for question in questions}
     began: dict[int, Began] = {}
     ended: set[int] = set()
@@ -96,20 +90,20 @@ def verdict(events: Iterable[Event], questions: Sequence[Question]) -> Verdict:
     return found
 
 
-def _form(asked: Began, event: Ended) -> Iterable[str]:
+def _form(asked: Began, event: EndedCall) -> Iterable[str]:
     if event.code not in CODES[asked.kind]:
         yield f"ended with {event.code}"
     if event.finishes > 1 or event.late:
-        yield f"{event.finishes} messages said that it was whole, and something came behind: {event.late}"
+        yield f"{event.finishes} messages ended the answer, or more followed: {event.late}"
     if event.code == "OK" and event.finishes == 0:
-        yield "OK, and no message said that it was whole"
+        yield "OK, and no message ended the answer"
 
 
-def _text(asked: Began, event: Ended, owners: Mapping[str, Question]) -> Iterable[str]:
+def _text(asked: Began, event: EndedCall, owners: Mapping[str, OracleQuestion]) -> Iterable[str]:
     text = "".join(event.texts)
     if asked.kind not in PROMISED:
         if asked.kind == "stranger" and text:
-            yield "somebody without a token got text"
+            yield "a caller without a token got text"
         return
     if event.finishes:
         if text != asked.question.answer:
@@ -120,6 +114,6 @@ def _text(asked: Began, event: Ended, owners: Mapping[str, Question]) -> Iterabl
         yield "cut off, and what came is not how its answer begins"
 
 
-def _entry(asked: Began, event: Ended, entries: dict[str, str]) -> Iterable[str]:
+def _entry(asked: Began, event: EndedCall, entries: dict[str, str]) -> Iterable[str]:
     if event.entry and entries.setdefault(event.entry, asked.question.tenant) != asked.question.tenant:
         yield f"served from an entry of {entries[event.entry]}"

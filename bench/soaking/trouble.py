@@ -1,4 +1,4 @@
-"""What happens to a server that is soaked: its Redis stalls, dies and forgets, its engine dies, its files and switches
+"""Causes faults of a soaked server: its Redis stalls, dies and forgets, its engine dies, its files and switches
 change."""
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def write_tokens(path: Path, tenants: tuple[str, ...]) -> None:
 
 
 def write_quotas(path: Path, guest: str, tokens: int) -> None:
-    """Replaces the tenants file at once. The guest has few tokens a minute; nobody else is limited."""
+    """Replaces the tenants file at once. The guest has few tokens a minute; no other tenant is limited."""
     replace(path, f"{guest}: {{tokens-per-minute: {tokens}, requests: 2, priority: normal}}\n")
 
 
 def replace(path: Path, text: str) -> None:
-    """So that nobody ever reads half of it."""
+    """Replaces a file atomically."""
     fresh = path.with_suffix(".new")
     fresh.write_text(text)
     fresh.replace(path)
 
 
 class Trouble:
-    """One after the other, in an order by chance; the engine's deaths only while `deadly`."""
+    """Causes one fault after the other, in random order; the engine's deaths only while `deadly`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Trouble:
         self._chance = random.Random(14)
 
     async def run(self, pause: float) -> None:
-        """Until it is cancelled; what is away then comes back. `pause`: seconds between two, on average."""
+        """Runs until it is cancelled, then restores what is away. `pause`: seconds between two, on average."""
         kinds: Mapping[str, Callable[[], Awaitable[None]]] = {
             "redis forgets": self._forget,
             "hangup": self._hang_up,
@@ -101,7 +101,7 @@ class Trouble:
             self._redis.resume()
 
     async def settle(self) -> None:
-        """As it was at the start."""
+        """Restores the state of the start."""
         write_tokens(self._tokens, self._tenants)
         await self._undrain()
         for name in SWITCHES:
@@ -173,8 +173,6 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Holds what the processes had at one moment."""
-
     at: float  # seconds
     front: int  # bytes resident
     engine: int  # bytes resident; 0 where there is none
@@ -183,7 +181,8 @@ class Sample:
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
-    """How much larger the last of a straight line through (time, size) is than the first, by least squares."""
+    """Fits a straight line through (time, size) by least squares; returns how much larger its end is than its
+    beginning."""
     if len({at for at, _ in points}) < 2:
         return 0.0
     slope, _ = statistics.linear_regression([at for at, _ in points], [size for _, size in points])
@@ -199,7 +198,6 @@ def resident(pid: int) -> int:
 
 
 def engine_of(pid: int) -> int | None:
-    """The engine process of a front."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         try:
             if b"engine.worker.process" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -210,7 +208,7 @@ def engine_of(pid: int) -> int | None:
 
 
 @dataclass(slots=True)
-class Watch:
+class MemoryWatch:
     """Looks once in a while."""
 
     pid: int
@@ -234,7 +232,7 @@ class Watch:
             await asyncio.sleep(self.every)
 
     def grown(self, since: float, until: float) -> tuple[float, float]:
-        """Bytes by which front and engine have grown between two moments."""
+        """Returns the bytes by which front and engine have grown between two moments."""
         seen = [one for one in self.samples if since <= one.at <= until]
         return growth([(one.at, one.front) for one in seen]), growth(
             [(one.at, one.engine) for one in seen if one.engine]

@@ -1,1 +1,1 @@
-"""Exact answers, and single-flight: one generation for all identical requests of the moment."""
+"""Caches exact answers, and coalesces identical requests of the moment into one generation (single-flight)."""

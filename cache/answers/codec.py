@@ -1,4 +1,4 @@
-"""Answers as bytes and back: msgpack arrays with typed decoding. Never pickle."""
+"""Converts answers to bytes and back: msgpack arrays with typed decoding. Never pickle."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PART = msgspec.msgpack.Decoder(AnswerPart)
 
 
 def pack_completion(completion: CachedCompletion) -> bytes:
-    """As it is stored: without cuts, which whoever reads it in smaller messages makes anew."""
+    """Packs without cuts, which a reader with smaller messages makes again."""
     parts = [part[:3] for part in completion.parts]
     return _ENCODER.encode((SCHEMA, parts, completion.max_tokens, completion.provenance, completion.created_at))
 
 
 def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
-    """None where it is not a whole answer of this schema."""
+    """Returns None where it is not a whole answer of this schema."""
     try:
         raw = _COMPLETION.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -51,12 +51,11 @@ def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
 
 
 def pack_part(part: AnswerPart) -> bytes:
-    """One message of an answer on its way to another replica."""
     return _ENCODER.encode(part if part.cuts else part[:3])
 
 
 def unpack_part(data: bytes) -> AnswerPart | None:
-    """None where it is not one that a reader can cut."""
+    """Returns None where it is not one that a reader can cut."""
     try:
         part = _PART.decode(data)
     except (msgspec.MsgspecError, ValueError):

@@ -1,7 +1,7 @@
-"""Single-flight across replicas: the holder of a lease generates, the others read its stream.
+"""Coalesces identical requests across replicas: the holder of a lease generates, the others read its stream.
 
-Every trouble ends in generating for oneself: a fault of the store, a leader that is silent for too long, a stream that
-does not open. What was already delivered is never delivered twice (`resume`).
+Every fault ends in generating locally: a fault of the store, a leader that is silent for too long, a stream that does
+not open. Parts that were delivered are never delivered twice (`resume`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INDEX = struct.Struct("<I")  # place of a message in its stream, so that none ca
 
 
 class _LeaderLostError(Exception):
-    """The lease went before the answer ended."""
+    pass
 
 
 class CrossProcess:
@@ -40,14 +40,14 @@ class CrossProcess:
         self._publishing: set[asyncio.Task[None]] = set()
 
     def generation(self, answer: CacheKey, generate: Generate, within: float | None = None) -> Generation:
-        """As `around`, at a pace of its own: other replicas' readers do not wait for this one's."""
+        """Generates as `around`, but at its own pace: other replicas' readers do not wait for this one's."""
         return Pump(self.around(answer, generate, within), self._pumps)
 
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """The answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that asking
-        for the lease may take."""
+        """Yields the answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that
+        asking for the lease may take."""
         delivered: list[AnswerPart] = []
         alone = False
         while True:
@@ -66,7 +66,6 @@ class CrossProcess:
                     alone = True
 
     async def aclose(self) -> None:
-        """Ends what is still being generated or published."""
         for tasks in (self._pumps, self._publishing):
             for task in tasks:
                 task.cancel()
@@ -146,20 +145,19 @@ class Publisher:
         self._broken = False  # something is missing from the stream: it must never look whole
 
     def put(self, item: bytes | None) -> None:
-        """The next message; None for one that was too large to seal."""
+        """Queues the next message; None for one that was too large to seal."""
         self._broken = self._broken or item is None
         if item is not None and not self._broken:
             self._items.append(item)
         self._news.set()
 
     def finish(self, whole: bool) -> None:
-        """No message will follow."""
         self._finished = True
         self._broken = self._broken or not whole
         self._news.set()
 
     async def run(self) -> None:
-        """Until finished. A whole stream keeps its lease until that runs out, so that latecomers read it."""
+        """Runs until finished. A whole stream keeps its lease until that runs out, so that latecomers read it."""
         try:
             if await self._publish():
                 return
@@ -168,7 +166,6 @@ class Publisher:
             self._counter.count("flight_shared", "unpublished")
 
     async def _publish(self) -> bool:
-        """Whether the whole answer lies in the stream."""
         beat = time.monotonic() + self._heartbeat
         try:
             while not self._broken:

@@ -1,4 +1,4 @@
-"""Exact answers: the same prompt, under the same parameters, of the same tenant and model.
+"""Caches exact answers: the same prompt, under the same parameters, of the same tenant and model.
 
 An answer that stopped by itself is stored without its max_tokens, and serves every request whose limit it stays below.
 One that was cut at max_tokens serves requests with that very limit. Nothing is ever shortened to fit: only a tokenizer
@@ -17,7 +17,7 @@ from cache.api import (
     Allowance,
     CachedCompletion,
     CacheKey,
-    Kind,
+    EntryKind,
     Question,
     ResponseSettings,
     StoreFault,
@@ -48,20 +48,17 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
 
 
 def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
-    """The name of an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
+    """Names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
     return entry_digests(partitions, question, (max_tokens,))[0]
 
 
 def entry_digests(partitions: Partitions, question: Question, limits: Sequence[int | None]) -> list[str]:
-    """The same for several limits at once."""
     if not question.encoded:  # the larger part of the work, and an answer is looked up, shared and kept
         question.encoded.extend((encode_ids(question.token_ids), encode(question.parameters)))
     return [partitions.digest(question.tenant, b"response", *question.encoded, encode(limit)) for limit in limits]
 
 
 class ExactCache:
-    """The `ResponseCache`."""
-
     def __init__(self, context: CacheContext, settings: ResponseSettings) -> None:
         self._store = context.store
         self._partitions = context.partitions
@@ -71,7 +68,7 @@ class ExactCache:
         self._settings = settings
 
     def change(self, settings: ResponseSettings) -> None:
-        """From the next answer on."""
+        """Applies from the next answer on."""
         self._settings = settings
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None:
@@ -104,9 +101,9 @@ class ExactCache:
         return sealed is not None and self._store.offer(key, sealed, self._settings.ttl)
 
     def key(self, question: Question, epoch: bytes, max_tokens: int | None) -> CacheKey:
-        """The name of an answer; `max_tokens` is None for those that stopped by themselves."""
+        """Names an answer; `max_tokens` is None for those that stopped by themselves."""
         digest = entry_digest(self._partitions, question, max_tokens)
-        return CacheKey(Kind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
+        return CacheKey(EntryKind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
 
     async def _find(self, question: Question, within: float) -> CachedCompletion | None:
         deadline = time.monotonic() + within
@@ -125,10 +122,10 @@ class ExactCache:
     async def _read(
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
-        """The epoch in the store, and the answer under the given epoch, in one round trip."""
+        """Returns the epoch in the store, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
-        keys = [CacheKey(Kind.RESPONSE, partition, digest) for digest in digests]
+        keys = [CacheKey(EntryKind.RESPONSE, partition, digest) for digest in digests]
         wanted = (self._partitions.epoch_key(question.tenant), *keys)
         read, *values = await self._store.get_many(wanted, within)
         standing = epoch_of(read)

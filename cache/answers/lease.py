@@ -1,7 +1,7 @@
-"""Who generates an answer at the moment, among replicas: a lease in Redis with a fencing token and a heartbeat.
+"""Elects the replica that generates an answer: a lease in Redis with a fencing token and a heartbeat.
 
-The token names the stream that its holder writes to. A holder that was paused past its lease writes to a stream that
-nobody reads any more.
+The token names the stream that its holder writes to. A holder that was paused past its lease writes to a stream without
+readers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
-from cache.api import CacheKey, Kind, SingleFlightSettings, StoreFault
-from cache.store.redis_link import Link, NothingSentFault, ignored, reply_as
+from cache.api import CacheKey, EntryKind, SingleFlightSettings, StoreFault
+from cache.store.redis_link import NothingSentFault, RedisLink, ignored, reply_as
 
 TOKEN_BYTES = 16
 MESSAGES = 256  # read at once; each message is a list of its id and a list of a field and a value
@@ -33,30 +33,27 @@ return redis.call('DEL', KEYS[1])
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One holder's claim on one answer."""
-
     key: CacheKey
     token: str
 
     @property
     def stream(self) -> CacheKey:
-        """Where its holder writes."""
-        return CacheKey(Kind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
+        return CacheKey(EntryKind.SHARED_GENERATION, self.key.partition, self.key.digest + self.token)
 
 
 class Leases:
     """Takes, keeps and gives back leases, and carries the streams that belong to them. All raise StoreFault."""
 
-    def __init__(self, urgent: Link, patient: Link, settings: SingleFlightSettings) -> None:
+    def __init__(self, urgent: RedisLink, patient: RedisLink, settings: SingleFlightSettings) -> None:
         self._urgent = urgent
         self._patient = patient  # for reads that block; its budget is longer than BLOCK
         self._settings = settings
         self._returning: set[asyncio.Task[None]] = set()
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        """The lease that stands, and whether it was taken now. `within` shortens the budget, in seconds. Where no
+        """Returns the lease in force, and whether it was taken now. `within` shortens the budget, in seconds. Where no
         answer came in time it may have been taken all the same, and is given back."""
-        key = CacheKey(Kind.LEASE, answer.partition, answer.digest)
+        key = CacheKey(EntryKind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
         try:
@@ -82,23 +79,21 @@ class Leases:
         return lease_held, False
 
     async def holds(self, lease: Lease) -> bool:
-        """Whether the lease stands."""
         token = lease.token.encode()
         return await self._urgent.read(
             lambda client: client.get(lease.key.name), lambda reply: reply == token, shape=self._urgent.values(1)
         )
 
     async def extend(self, lease: Lease) -> bool:
-        """False where it is lost."""
+        """Returns False where it is lost."""
         arguments = (1, lease.key.name, lease.token, round(1000 * self._settings.lease))
         return await self._urgent.write(lambda client: client.eval(EXTEND, *arguments), lambda reply: reply == 1)
 
     async def release(self, lease: Lease) -> None:
-        """Lets somebody else begin at once."""
+        """Releases the lease, so that another replica can begin at once."""
         await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def aclose(self) -> None:
-        """Waits for leases that are being given back."""
         if self._returning:
             await asyncio.wait(self._returning)
 
@@ -113,7 +108,6 @@ class Leases:
             await self._patient.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def append(self, lease: Lease, items: Sequence[bytes]) -> None:
-        """Adds messages to the holder's stream."""
         retention = round(1000 * self._settings.retention)
 
         async def command(client: Redis) -> object:
@@ -126,7 +120,7 @@ class Leases:
         await self._urgent.write(command, ignored)
 
     async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
-        """New messages and the place of the last, after waiting for the first one as long as `block`."""
+        """Returns new messages and the place of the last, after waiting for the first one as long as `block`."""
         milliseconds = max(1, round(1000 * block))
         entries = await self._patient.read(
             lambda client: client.xread({lease.stream.name: after}, count=MESSAGES, block=milliseconds),

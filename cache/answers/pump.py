@@ -1,4 +1,4 @@
-"""A generation that goes on by itself, whatever its readers do."""
+"""Runs a generation by itself, independently of its readers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Pump:
 
 
 async def parts_of(generation: Generation) -> AsyncGenerator[AnswerPart, None]:
-    """The parts up to the ending, for one reader; closes the generation."""
+    """Yields the parts up to the ending, for one reader; closes the generation."""
     try:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""How an answer goes on from another source: what was already delivered is checked and left out.
+"""Continues an answer from another source: parts that were delivered are checked and left out.
 
 Two generations of one answer agree in ids and text, but not in the borders of their messages.
 """
@@ -20,7 +20,7 @@ class Skipper:
         self._text_at = 0
 
     def rest(self, part: AnswerPart) -> AnswerPart | None:
-        """What of the part is new, None where nothing is. Raises Diverged."""
+        """Returns the new rest of the part, None where there is none. Raises Diverged."""
         ids = self._ids[self._ids_at : self._ids_at + len(part.token_ids)]
         text = self._text[self._text_at : self._text_at + len(part.text)]
         if part.token_ids[: len(ids)] != tuple(ids) or not part.text.startswith(text):
@@ -36,7 +36,7 @@ class Skipper:
 
 
 async def resume(delivered: Sequence[AnswerPart], fresh: AsyncIterator[AnswerPart]) -> AsyncGenerator[AnswerPart, None]:
-    """The rest of an answer. Raises Diverged, or Unfinished where the source ends early."""
+    """Yields the rest of an answer. Raises Diverged, or Unfinished where the source ends early."""
     skipper = Skipper(delivered)
     async for part in fresh:
         if part is BEGUN:

@@ -1,10 +1,10 @@
-"""Identical requests at the same time, in this process: one generation, read by all (single-flight).
+"""Coalesces identical requests in this process into one generation, read by all (single-flight).
 
 A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
 read from the first part. No task of its own drives it: a reader at the end of the log fetches the next part, unless
 another one is fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly
-as from the engine, and a leader that leaves is followed by whoever reads next. When the generation fails, the next
-reader's own way of generating takes over where the log ends.
+as from the engine, and a leader that leaves is followed by the next reader. When the generation fails, the next
+reader's own way of generating continues where the log ends.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from cache.answers.resume import Skipper
-from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, Refused, Unfinished
+from cache.api import BEGUN, LINGER, AnswerPart, CacheKey, Counter, Generate, Generation, LeaderRefused, Unfinished
 
 ATTEMPTS = 2  # a leader and one replacement
 
 
-class _Reader:
+class _SharedReader:
     """Reads a shared generation from its beginning; may come to lead it."""
 
     def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
         self.generate = generate
-        self.refusal: Refused | None = None
+        self.refusal: LeaderRefused | None = None
         self.at = 0  # parts read
         self.knows_begun = False
         self._shared = shared
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> _SharedReader:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, AnswerPart]:
@@ -42,33 +42,32 @@ class SharedGeneration:
 
     def __init__(self, counter: Counter) -> None:
         self.log: list[AnswerPart] = []
-        self.begun = False  # somebody was let in
+        self.begun = False  # a reader was admitted
         self.over = False
         self.error: Exception | None = None  # for every reader, once it has read the log
         self._counter = counter
         self._readers = 0
-        self._candidates: list[_Reader] = []  # readers who have not led
-        self._leader: _Reader | None = None
+        self._candidates: list[_SharedReader] = []  # readers who have not led
+        self._leader: _SharedReader | None = None
         self._generation: Generation | None = None  # the leader's
         self._skipper: Skipper | None = None  # of a leader who took over
         self._failures: list[Exception] = []
-        self._refusal: Refused | None = None  # the latest
+        self._refusal: LeaderRefused | None = None  # the latest
         self._fetching = False
         self._waiting = 0  # readers who wait for another one's fetch
         self._news = asyncio.Event()
 
     @property
     def joinable(self) -> bool:
-        """Whether a new reader would get an answer."""
         return self.error is None
 
     @property
     def busy(self) -> bool:
-        """Whether more may come."""
         return not self.over and self.error is None
 
     def forget_leader(self) -> None:
-        """Once it has ended: the two refer to each other, and all of the leader's call would wait for a collection."""
+        """Drops the ended leader: the two refer to each other, and all of the leader's call would wait for a
+        collection."""
         if not self.busy:
             self._leader = None
 
@@ -82,8 +81,8 @@ class SharedGeneration:
 
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """While there is one, the generation goes on."""
-        reader = _Reader(self, generate)
+        """Yields a reader, and keeps the generation going for it."""
+        reader = _SharedReader(self, generate)
         self._readers += 1
         self._candidates.append(reader)
         try:
@@ -95,9 +94,9 @@ class SharedGeneration:
             if self._readers == 0:
                 self.close()
 
-    async def next(self, reader: _Reader) -> AnswerPart:
-        """The reader's next part. One method for all cases, since every coroutine between a token and its reader costs.
-        Raises StopAsyncIteration after the ending."""
+    async def next(self, reader: _SharedReader) -> AnswerPart:
+        """Returns the reader's next part. One method for all cases, since every coroutine between a token and its
+        reader costs. Raises StopAsyncIteration after the ending."""
         while (part := self._there(reader)) is None:
             if self._fetching:
                 await self._wait()
@@ -123,7 +122,7 @@ class SharedGeneration:
                     self._wake()
         return part
 
-    def _there(self, reader: _Reader) -> AnswerPart | None:
+    def _there(self, reader: _SharedReader) -> AnswerPart | None:
         if reader.at < len(self.log):
             reader.at += 1
             return self.log[reader.at - 1]
@@ -135,7 +134,7 @@ class SharedGeneration:
         return None
 
     async def _wait(self) -> None:
-        """Until the one who fetches has."""
+        """Waits until the reader that fetches has done so."""
         self._waiting += 1
         try:
             await self._news.wait()
@@ -161,7 +160,7 @@ class SharedGeneration:
             self._generation = None
         if self.error is not None:
             return  # closed meanwhile
-        if isinstance(error, Refused):
+        if isinstance(error, LeaderRefused):
             self._refusal = error
             if self._leader is not None:
                 self._leader.refusal = error
@@ -175,7 +174,7 @@ class SharedGeneration:
     def _lead(self) -> Generation | None:
         """Lets the next candidate generate, from where the log ends. None where all have left."""
         if not self._candidates:
-            self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("nobody generates")
+            self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("no request generates")
             return None
         self._leader = self._candidates.pop(0)
         self._generation = self._leader.generate()
@@ -188,7 +187,7 @@ class SharedGeneration:
 
 
 class SingleFlight:
-    """All shared generations of this process, by the name of the answer."""
+    """Holds all shared generations of this process, by the name of the answer."""
 
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
@@ -205,9 +204,10 @@ class SingleFlight:
 
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """The answer's parts from the first. `generate` is called if nobody else does it, or the one who did fails.
+        """Yields the answer's parts from the first. `generate` is called if no other request generates it, or the one
+        that did fails.
 
-        It must not carry a deadline of its own request: readers leave when theirs is over.
+        It must not carry its own request's deadline: readers leave when theirs is over.
         """
         shared = self._shared.get(key.name)
         if shared is None or not shared.joinable:
@@ -222,11 +222,10 @@ class SingleFlight:
             self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """No new reader joins a generation that is over: its answer was flushed."""
+        """Prevents new readers from joining a finished generation: its answer was flushed."""
         self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
     def close(self) -> None:
-        """Ends all."""
         for shared in self._shared.values():
             shared.close()
         self._shared.clear()

@@ -1,4 +1,4 @@
-"""What the caches take and give, as plain frozen data, and the protocols behind them. Standard library only."""
+"""Defines the caches' input and output as plain frozen data, and their protocols. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cache.api.answers import (
     Diverged,
     Generate,
     Generation,
+    LeaderRefused,
     ModelIdentity,
     Parameter,
     Question,
-    Refused,
     ResponseCache,
     Scalar,
-    Turn,
+    SemanticTurn,
     Unfinished,
 )
 from cache.api.blocks import BlockLayout, BlockRun, BlockStore, Fetched, OpenBlockStore
 from cache.api.counting import BORDERS, Counter, Times
 from cache.api.quotas import BucketSize, Grant, SharedBuckets
 from cache.api.redis_settings import Address, BreakerSettings, Login, RedisSettings
-from cache.api.semantic import Candidate, Mode, SemanticCache, SemanticLookup, Verdict
+from cache.api.semantic import AnswerCandidate, Mode, SemanticCache, SemanticLookup, Verdict
 from cache.api.settings import (
     DIRECTORY_MEMBERS,
     BlockSettings,
@@ -39,7 +39,16 @@ from cache.api.settings import (
     SemanticSettings,
     SingleFlightSettings,
 )
-from cache.api.stores import BreakerState, CacheKey, DirectoryPage, InvalidKeyFile, Kind, Store, StoreFault, is_name
+from cache.api.stores import (
+    BreakerState,
+    CacheKey,
+    DirectoryPage,
+    EntryKind,
+    InvalidKeyFile,
+    Store,
+    StoreFault,
+    is_name,
+)
 
 __all__ = [
     "BEGUN",
@@ -50,6 +59,7 @@ __all__ = [
     "STOPPED",
     "Address",
     "Allowance",
+    "AnswerCandidate",
     "AnswerEnding",
     "AnswerPart",
     "BlockLayout",
@@ -63,16 +73,16 @@ __all__ = [
     "CacheOptions",
     "CacheSettings",
     "CachedCompletion",
-    "Candidate",
     "Counter",
     "DirectoryPage",
     "Diverged",
+    "EntryKind",
     "Fetched",
     "Generate",
     "Generation",
     "Grant",
     "InvalidKeyFile",
-    "Kind",
+    "LeaderRefused",
     "Login",
     "Mode",
     "ModelIdentity",
@@ -81,7 +91,6 @@ __all__ = [
     "PrefixOptions",
     "Question",
     "RedisSettings",
-    "Refused",
     "ResponseCache",
     "ResponseSettings",
     "Scalar",
@@ -89,12 +98,12 @@ __all__ = [
     "SemanticLookup",
     "SemanticOptions",
     "SemanticSettings",
+    "SemanticTurn",
     "SharedBuckets",
     "SingleFlightSettings",
     "Store",
     "StoreFault",
     "Times",
-    "Turn",
     "Unfinished",
     "Verdict",
     "is_name",

@@ -16,8 +16,8 @@ Parameter = Scalar | tuple["Parameter", ...]
 
 
 class AnswerPart(NamedTuple):
-    """One message of an answer as it was streamed: what it added, and in the last one how it ended. A named tuple,
-    since a hit decodes hundreds of them while a caller waits."""
+    """One message of a streamed answer: what it added, and in the last one how it ended. A named tuple, since a hit
+    decodes hundreds of them while a caller waits."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -27,8 +27,6 @@ class AnswerPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerEnding:
-    """How an answer ended."""
-
     reason: str  # FinishReason's value; STOPPED lists those that came from the answer itself
     prompt_tokens: int
     completion_tokens: int
@@ -60,14 +58,14 @@ Generate = Callable[[], Generation]
 
 
 class Diverged(Exception):
-    """A replacement's answer differs from what was already delivered."""
+    pass
 
 
 class Unfinished(Exception):
-    """A source ended before the answer did."""
+    pass
 
 
-class Refused(Exception):
+class LeaderRefused(Exception):
     """The leader was refused admission. Its own reader gets this; the next reader becomes leader."""
 
     def __init__(self, reason: Exception) -> None:
@@ -86,8 +84,6 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedCompletion:
-    """A finished answer with the borders of its messages."""
-
     parts: tuple[AnswerPart, ...]  # the last one alone has an ending
     max_tokens: int  # of the request it was generated for
     provenance: str  # which executor, format and version wrote it
@@ -111,13 +107,13 @@ class CachedCompletion:
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """The messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
+        """Yields the messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
         yield from self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A request as the caches see it. Built from what the engine would be given, so that nothing is left out."""
+    """Key of a request in the caches. Built from the engine's request, so that nothing is left out."""
 
     tenant: str  # the authenticated identity, never a field of the request
     token_ids: tuple[int, ...]  # the whole rendered prompt
@@ -130,7 +126,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class SemanticTurn:
     """A question as the semantic cache sees it: the last user turn is compared by meaning, all else exactly."""
 
     question: Question
@@ -138,21 +134,21 @@ class Turn:
     text: str  # the last user turn
     greedy: bool
     plain: bool = True  # no tools, no grammar, no log-probabilities: nothing but text comes back
-    caller: str = ""  # the finest identity that is known within the tenant; empty: nobody is told from anybody
+    caller: str = ""  # the finest identity that is known within the tenant; empty: callers are not distinguished
     threshold: float | None = None  # tightens the configured one; a lower value changes nothing
 
 
 class ResponseCache(Protocol):
-    """Exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
+    """Caches exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None: ...
 
     async def put(self, question: Question, completion: CachedCompletion) -> bool:
-        """False where the answer is not one to keep, or was dropped under pressure."""
+        """Returns False where the answer is not one to keep, or was dropped under pressure."""
 
 
 class Allowance:
-    """How long one request may still wait for stores, all its lookups together. One object a request."""
+    """Remaining time that one request may wait for stores, all its lookups together. One object per request."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -160,7 +156,7 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """Seconds, never negative."""
+        """Returns seconds, never negative."""
         return max(self._left, 0.0)
 
     @contextmanager

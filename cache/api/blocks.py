@@ -12,7 +12,7 @@ from cache.api.stores import BreakerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """The meaning of the bytes of keys and values. Two engines share blocks only where every field is equal."""
+    """Meaning of the bytes of keys and values. Two engines share blocks only where every field is equal."""
 
     layers: int
     kv_heads: int
@@ -30,7 +30,7 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A run of whole pages, by its place in the chain of hashes."""
+    """A run of whole pages, identified by its place in the chain of hashes."""
 
     hash: bytes  # 32 bytes; of all tokens up to its end, and of all that shapes keys and values
     parent: bytes  # of the run before, or the chain's root
@@ -39,8 +39,6 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Outcome of a fetch."""
-
     runs: int  # that arrived, from the first on without a gap
     seconds: float
 
@@ -50,10 +48,11 @@ class BlockStore(Protocol):
 
     @property
     def run_tokens(self) -> int:
-        """Whole pages, about as many as the configured bytes hold."""
+        """Returns whole pages, about as many as the configured bytes hold."""
 
     def worth(self, tokens: int) -> float | None:
-        """The most seconds to wait for a fetch of so many tokens. None: computing is predicted to be faster."""
+        """Returns the most seconds to wait for a fetch of `tokens` tokens. None: computing is predicted to be
+        faster."""
 
     def fetch(
         self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
@@ -73,8 +72,8 @@ class BlockStore(Protocol):
 
 
 class OpenBlockStore(BlockStore, Protocol):
-    """What `open_blocks` returns: the store, and the states of its connections."""
+    """Result of `open_blocks`: the store, and the states of its connections."""
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """Of every breaker, by name."""
+        pass

@@ -11,8 +11,6 @@ BORDERS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """A histogram of durations."""
-
     buckets: tuple[int, ...]  # one more than BORDERS
     total: float  # seconds
 

@@ -1,4 +1,4 @@
-"""Token buckets that several servers draw on."""
+"""Declares token buckets that several servers draw on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from cache.api.stores import BreakerState
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """How much a bucket holds, and how fast it fills."""
-
     per_second: float
     most: float
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a server got out of a bucket."""
-
     tokens: float  # that it may use from now on; negative: that many it gave back
     level: float  # what the bucket has afterwards; negative: what it is owed
 
@@ -30,11 +26,11 @@ class SharedBuckets(Protocol):
 
     @property
     def budget(self) -> float:
-        """Seconds that a request may wait for them."""
+        """Seconds that a request may wait for tokens."""
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """Of every breaker, by name."""
+        pass
 
     async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:
         """Takes what is owed whether or not it is there, and of `wanted` what is. A negative `wanted` gives back.

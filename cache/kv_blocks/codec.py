@@ -1,7 +1,7 @@
-"""How a run of keys and values lies in Redis: fixed header, key id, nonce, sealed payload, tag.
+"""Defines the form of a run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag.
 
-The header says what the bytes mean and where in the chain they stand. It is authenticated together with the name, so
-that only the requested run opens, in the layout of this engine.
+The header describes the bytes and their place in the chain. It is authenticated together with the name, so that only
+the requested run opens, in the layout of this engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hashlib import sha256
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cache.api import BlockLayout, BlockRun, CacheKey, Counter, Kind
+from cache.api import BlockLayout, BlockRun, CacheKey, Counter, EntryKind
 from cache.seal.keyring import ID_BYTES, Keyring
 from cache.seal.partition import encode, mac
 
@@ -27,14 +27,11 @@ OVERHEAD = HEADER.size + ID_BYTES + NONCE + TAG
 
 
 def fingerprint(layout: BlockLayout) -> bytes:
-    """Digest of a layout: all of its fields."""
     fields = (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.item_bytes, layout.page_size)
     return sha256(encode((*fields, layout.variant))).digest()[:16]
 
 
 class RunCodec:
-    """Names, seals and opens the runs of one layout."""
-
     def __init__(self, keyring: Keyring, layout: BlockLayout, counter: Counter) -> None:
         self._names = keyring.names
         self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}
@@ -44,15 +41,15 @@ class RunCodec:
         self._counter = counter
 
     def key(self, partition: str, run: BlockRun) -> CacheKey:
-        """The name: keyed, since a bare hash of a prompt could be guessed."""
-        return CacheKey(Kind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
+        """Returns a keyed name, since a bare hash of a prompt could be guessed."""
+        return CacheKey(EntryKind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
-        """Of the keys and values alone, without header, nonce and tag."""
+        """Returns the size of the keys and values alone, without header, nonce and tag."""
         return self._layout.token_bytes * run.tokens
 
     def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
-        """The stored value. Raises ValueError where the payload is not as long as the layout says."""
+        """Returns the stored value. Raises ValueError where the payload's length does not match the layout."""
         if len(payload) != self.payload_bytes(run):
             raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
         header = self._header(run)

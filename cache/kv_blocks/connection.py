@@ -1,4 +1,4 @@
-"""One thread's connection to Redis: made when needed, dropped after any error, behind a breaker."""
+"""Holds one thread's connection to Redis: made when needed, dropped after any error, behind a breaker."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
 
 def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = None) -> RespConnection:
     """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
-    where, watched = settings.where, settings.watched
+    where, sentinels = settings.where, settings.sentinel_servers
     context = (tls or TlsFiles(settings)).context()
-    address = where.address if watched is None else _master(settings, watched.addresses, context, deadline)
+    address = where.address if sentinels is None else _master(settings, sentinels.addresses, context, deadline)
     link = RespConnection(address, context, deadline)
     try:
         link.log_in(settings.login(), deadline)
-        check_hello(_hello(link, deadline), watched is not None)
+        check_hello(_hello(link, deadline), sentinels is not None)
         if where.database:
             link.command(b"SELECT", b"%d" % where.database, deadline=deadline)
     except BaseException:
@@ -57,7 +57,8 @@ def _hello(link: RespConnection, deadline: float) -> object:
 def _master(
     settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
 ) -> Address:
-    """What the first sentinel says that knows. Each has its share of the time, since some may be silent."""
+    """Returns the answer of the first sentinel that knows the master. Each has its share of the time, since some may be
+    silent."""
     login, name = settings.sentinel_login(), settings.where.address.host.encode()
     for at, address in enumerate(sentinels):
         now = time.monotonic()
@@ -73,7 +74,7 @@ def _master(
 
 class BlockConnection:
     """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels, a far server): it
-    goes on beside, and the next one finds the connection."""
+    continues in the background, and the next fetch finds the connection."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
@@ -86,12 +87,12 @@ class BlockConnection:
 
     @property
     def breaker(self) -> Breaker:
-        """For its state: `open` reports successes and failures."""
+        """Returns the breaker for its state: `open` reports successes and failures."""
         return self._breaker
 
     @contextmanager
     def open(self, deadline: float) -> Iterator[RespConnection]:
-        """The connection, made now if need be. An exception inside drops it. Raises OSError and RespError."""
+        """Yields the connection, made now if need be. An exception inside drops it. Raises OSError and RespError."""
         if not self._breaker.allow():
             raise RespError("breaker open")
         whole = False
@@ -121,7 +122,7 @@ class BlockConnection:
                 self._drop()
 
     def close(self) -> None:
-        """Nothing may be opened any more."""
+        """Closes; nothing may be opened any more."""
         self._connecting.shutdown(wait=False, cancel_futures=True)
         if self._coming is not None:
             self._coming.add_done_callback(_close_unused)

@@ -1,4 +1,4 @@
-"""Whether to fetch keys and values or to compute them again: whichever the measured rates predict to be faster."""
+"""Decides whether to fetch keys and values or to compute them again, by measured rates."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ MARGIN = 1.1  # a fetch must be predicted to be faster by so much
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Moving averages; None before the first measurement."""
-
     round_trip: float | None  # seconds
     bytes_per_second: float | None  # of fetching, opening and copying together
     tokens_per_second: float | None  # of prefill
@@ -20,8 +18,6 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The decision, the name of its reason, and the two predicted durations."""
-
     fetch: bool
     reason: str
     fetching: float | None = None  # seconds
@@ -56,7 +52,6 @@ class FetchGate:
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """Takes in one prefill."""
         if tokens < 1 or seconds <= 0:
             return
         with self._lock:
@@ -64,7 +59,8 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, self._rates.bytes_per_second, rate)
 
     def decide(self, tokens: int) -> Prediction:
-        """Before anything was measured the answer is to fetch, since only that brings a measurement."""
+        """Decides by prediction. Before anything was measured the answer is to fetch, since only that gives a
+        measurement."""
         rates = self.rates
         if tokens < self._min_tokens:
             return Prediction(False, "short")

@@ -1,4 +1,4 @@
-"""Which runs of pages are worth writing: those used for the second time. Remembers a bounded number of names."""
+"""Selects runs of pages that are worth writing: those used for the second time. Remembers a bounded number of names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 
 
-class _Seen(enum.Enum):
+class _BlockSeen(enum.Enum):
     ONCE = 1
     KEPT = 2
 
@@ -18,30 +18,30 @@ class SecondUse:
     def __init__(self, names: int) -> None:
         self._names = names
         self._lock = threading.Lock()
-        self._seen: OrderedDict[str, _Seen] = OrderedDict()
+        self._seen: OrderedDict[str, _BlockSeen] = OrderedDict()
 
     def used(self, name: str) -> bool:
         """Whether to write it now: used before, and not known to be in the store."""
         with self._lock:
             before = self._seen.get(name)
             if before is None:
-                self._put(name, _Seen.ONCE)
+                self._put(name, _BlockSeen.ONCE)
                 return False
             self._seen.move_to_end(name)
-            return before is _Seen.ONCE
+            return before is _BlockSeen.ONCE
 
     def kept(self, name: str) -> None:
-        """It is in the store, or queued to be written."""
+        """Records that it is in the store, or queued to be written."""
         with self._lock:
-            self._put(name, _Seen.KEPT)
+            self._put(name, _BlockSeen.KEPT)
 
     def lost(self, name: str) -> None:
-        """It is not in the store after all. If it was used before, the next use says to write it."""
+        """Records that it is not in the store. If it was used before, the next use returns True again."""
         with self._lock:
             if name in self._seen:
-                self._put(name, _Seen.ONCE)
+                self._put(name, _BlockSeen.ONCE)
 
-    def _put(self, name: str, state: _Seen) -> None:
+    def _put(self, name: str, state: _BlockSeen) -> None:
         self._seen[name] = state
         self._seen.move_to_end(name)
         if len(self._seen) > self._names:

@@ -1,4 +1,5 @@
-"""The part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's buffer."""
+"""Implements the part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's
+buffer."""
 
 from __future__ import annotations
 
@@ -7,9 +8,17 @@ import ssl
 import time
 
 from cache.api import Address, Login
-from cache.store.redis_replies import HEADER, LINE, ErrorReply, Progress, ReplyReader, ReplyRefusedError, Shape
+from cache.store.redis_replies import (
+    HEADER,
+    LINE,
+    ErrorReply,
+    ReplyBounds,
+    ReplyProgress,
+    ReplyReader,
+    ReplyRefusedError,
+)
 
-SHORT = Shape()
+SHORT = ReplyBounds()
 HEAD = 4096  # bytes read while looking for a line's end; what of it belongs to a value is copied once
 
 
@@ -18,11 +27,11 @@ class RespError(Exception):
 
 
 class ForeignValueError(RespError):
-    """What the key holds is none of ours. It says something about the key, and nothing about the server."""
+    """The key holds a foreign value. That concerns the key, and not the server."""
 
 
 class OtherTypeError(ForeignValueError):
-    """A list, say, where a string was asked for. The connection is as good as before."""
+    """The key holds a list, say, where a string was expected. The connection stays usable."""
 
 
 class RespConnection:
@@ -45,7 +54,7 @@ class RespConnection:
         self._socket.close()
 
     def send(self, *words: bytes | memoryview, deadline: float) -> None:
-        """One command. Several may be sent before the first answer is read; answers come in the same order."""
+        """Sends one command. Several may be sent before the first answer is read; answers come in the same order."""
         head = bytearray(b"*%d\r\n" % len(words))
         self._socket.settimeout(_left(deadline))
         for word in words:
@@ -58,7 +67,7 @@ class RespConnection:
                 head += bytes(word) + b"\r\n"
         self._socket.sendall(head)
 
-    def answer(self, deadline: float, shape: Shape = SHORT) -> object:
+    def answer(self, deadline: float, shape: ReplyBounds = SHORT) -> object:
         """Reads one reply: a status, number, small value or short list. Raises RespError on an error reply and on
         a reply that exceeds `shape`."""
         reader = ReplyReader()
@@ -66,8 +75,8 @@ class RespConnection:
         reader.feed(self._head)
         self._head = b""
         try:
-            while (progress := reader.advance(shape.elements)) is not Progress.WHOLE:
-                if progress is Progress.HUNGRY:
+            while (progress := reader.advance(shape.elements)) is not ReplyProgress.WHOLE:
+                if progress is ReplyProgress.HUNGRY:
                     reader.feed(self._more(deadline))
         except ReplyRefusedError as error:
             raise RespError(str(error)) from None
@@ -95,12 +104,11 @@ class RespConnection:
             raise RespError("a value without an end")
         return length
 
-    def command(self, *words: bytes | memoryview, deadline: float, shape: Shape = SHORT) -> object:
+    def command(self, *words: bytes | memoryview, deadline: float, shape: ReplyBounds = SHORT) -> object:
         self.send(*words, deadline=deadline)
         return self.answer(deadline, shape)
 
     def log_in(self, login: Login, deadline: float) -> None:
-        """Does nothing without a password."""
         if login.password:
             user = (login.user.encode(),) if login.user else ()
             self.command(b"AUTH", *user, login.password.encode(), deadline=deadline)

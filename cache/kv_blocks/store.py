@@ -1,4 +1,4 @@
-"""The `BlockStore` in Redis: one thread fetches, one writes, each with a connection of its own."""
+"""Implements `BlockStore` in Redis: one thread fetches, one writes, each with its own connection."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class RedisBlocks:
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of the breakers of reads and of writes, by name."""
         return {"block_reads": self._reader.breaker.state, "block_writes": self._writer.breaker.state}
 
     def worth(self, tokens: int) -> float | None:
@@ -177,7 +176,7 @@ class RedisBlocks:
         return True
 
     def _write(self) -> None:
-        """Body of the writing thread."""
+        """Runs the writing thread."""
         self._probe()
         while True:
             with self._change:
@@ -227,6 +226,6 @@ class RedisBlocks:
 
 
 def _read_past(link: RespConnection, into: memoryview, deadline: float) -> None:
-    """A value that was asked for and is of no use any more."""
+    """Skips a value that is not needed any more."""
     with suppress(OtherTypeError):
         link.bulk(into, deadline)

@@ -1,4 +1,4 @@
-"""What a process opens: the front its caches and counters, the engine its store of keys and values.
+"""Opens caches: the front its caches and counters, the engine its store of keys and values.
 
 A module each, since an engine that opens blocks must not load Redis's asyncio client or the embedder.
 """

@@ -1,4 +1,4 @@
-"""The engine's store of keys and values."""
+"""Opens the engine's store of keys and values."""
 
 from __future__ import annotations
 

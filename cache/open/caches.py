@@ -1,4 +1,4 @@
-"""All caches of a front process, put together from settings."""
+"""Opens all caches of a front process from settings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cache.api import (
     CacheKey,
     CacheSettings,
     Counter,
+    EntryKind,
     Generate,
-    Kind,
     Mode,
     ModelIdentity,
     Question,
@@ -41,7 +41,7 @@ from cache.semantic.export import ExportFailed
 from cache.semantic.exporter import Exporter
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
-from cache.store.redis_link import Link
+from cache.store.redis_link import RedisLink
 from cache.store.redis_store import RedisStore
 
 log = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What exists only with Redis: single-flight between replicas, and its own connections."""
+    """Parts that exist only with Redis: single-flight between replicas, and its own connections."""
 
     cross_process: CrossProcess
-    link: Link
+    link: RedisLink
 
 
 class Caches:
-    """The response cache, the semantic cache once its embedder is loaded, and single-flight."""
+    """Combines the response cache, the semantic cache once its embedder is loaded, and single-flight."""
 
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
@@ -74,23 +74,22 @@ class Caches:
 
     @property
     def semantic(self) -> SemanticCache | None:
-        """None where it is off, or while its embedder is loading."""
+        """Returns None where it is off, or while its embedder is loading."""
         return self._semantic
 
     @property
     def why_no_semantic(self) -> str:
-        """Empty where there is one."""
+        """Returns why there is no semantic cache; empty where there is one."""
         return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of every breaker, by name."""
         store = self._context.store
         return dict(store.states) if isinstance(store, RedisStore) else {}
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes in this process, by what holds them."""
+        """Bytes in this process, by holder."""
         match self._context.store:
             case MemoryStore() as store:
                 return {"memory": store.held}
@@ -104,13 +103,13 @@ class Caches:
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """A new request's budget for all its lookups together."""
+        """Returns a new request's budget for all its lookups together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """The tenant's partition, for keys and values of prompts. None where the store does not
-        answer: do not share."""
+        """Returns the tenant's partition, for keys and values of prompts. None where the store does not answer: do not
+        share."""
         whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
         if whole is None or prefixes is None:
             try:
@@ -125,8 +124,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """The answer, generated once for all identical requests of the moment. Raises ValueError for questions that are
-        not deterministic. With no allowance left, other replicas are left out."""
+        """Opens the answer, generated once for all identical requests of the moment. Raises ValueError for questions
+        that are not deterministic. With no allowance left, other replicas are left out."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -147,18 +146,18 @@ class Caches:
         """Makes all of a tenant unreachable on every replica. Raises StoreFault, and has then flushed nothing."""
         await self._context.epochs.bump(tenant)
 
-    async def flush(self, tenant: str, kinds: tuple[Kind, ...], entry_id: str = "") -> int:
+    async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
         """Deletes entries of some kinds, or the one of that id, and returns how many there were. Prefix blocks are not
         counted: they become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
-        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not Kind.BLOCK])
-        if Kind.BLOCK in kinds:
+        deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not EntryKind.BLOCK])
+        if EntryKind.BLOCK in kinds:
             await self._prefixes.bump(tenant)
-        if Kind.RESPONSE in kinds:
+        if EntryKind.RESPONSE in kinds:
             # A finished generation can still be joined for a moment, here and on other replicas.
             self._single_flight.forget_finished()
-            await self._delete(Kind.LEASE, partition, "")
+            await self._delete(EntryKind.LEASE, partition, "")
         return deleted
 
     def change(self, settings: CacheSettings) -> None:
@@ -193,7 +192,7 @@ class Caches:
             await self._semantic.aclose()
         await self._context.store.aclose()
 
-    async def _delete(self, kind: Kind, partition: str, entry_id: str) -> int:
+    async def _delete(self, kind: EntryKind, partition: str, entry_id: str) -> int:
         deleted = 0
         batch: list[CacheKey] = []
         async for key in self._context.store.scan(kind, partition):
@@ -214,7 +213,7 @@ class Caches:
             )
         except (ExportFailed, ImportError, OSError, ValueError) as error:
             log.error("cache: no semantic cache: %s", error)
-            self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log says why"
+            self._failed = f"its embedder cannot be loaded ({type(error).__name__}); the log has the reason"
             self._context.counter.count("semantic_unavailable", type(error).__name__)
             return
         finally:
@@ -246,5 +245,5 @@ def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Count
 def _share(
     redis: RedisSettings, store: RedisStore, envelope: Envelope, settings: SingleFlightSettings, counter: Counter
 ) -> _Shared:
-    patient = Link(store.server, redis.write_budget, "flight", counter)
+    patient = RedisLink(store.server, redis.write_budget, "flight", counter)
     return _Shared(CrossProcess(Leases(store.link, patient, settings), envelope, settings, counter), patient)

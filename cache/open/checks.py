@@ -1,4 +1,4 @@
-"""Errors of settings that show before anything is opened."""
+"""Finds errors of settings before anything is opened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from cache.store.redis_tls import TlsFiles
 
 
 def check_key_file(path: Path) -> None:
-    """Raises InvalidKeyFile."""
     Keyring.read(path)
 
 

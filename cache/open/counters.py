@@ -10,7 +10,7 @@ from cache.api import BORDERS, Times
 
 
 class Counters:
-    """The `Counter` of a process."""
+    """Implements `Counter` for a process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,11 +29,10 @@ class Counters:
             self._totals[event] = self._totals.get(event, 0.0) + seconds
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """A copy: (event, label) → count."""
+        """Returns a copy: (event, label) → count."""
         with self._lock:
             return dict(self._counts)
 
     def times(self) -> Mapping[str, Times]:
-        """A copy of the histograms."""
         with self._lock:
             return {event: Times(tuple(row), self._totals[event]) for event, row in self._buckets.items()}

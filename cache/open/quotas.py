@@ -1,4 +1,4 @@
-"""The buckets of tenants' quotas that the front shares with others like it."""
+"""Opens the buckets of tenants' quotas that the front shares with other servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cache.store.redis_buckets import RedisBuckets
 
 
 def open_buckets(settings: CacheSettings, counter: Counter) -> SharedBuckets | None:
-    """None without Redis. Does not wait for it. Raises InvalidKeyFile."""
+    """Returns None without Redis. Does not wait for it. Raises InvalidKeyFile."""
     if settings.redis is None:
         return None
     names = b"" if settings.key_file is None else Keyring.read(settings.key_file).names

@@ -1,1 +1,1 @@
-"""Names of entries and their encryption: key file, envelope, partitions of tenants."""
+"""Names entries and encrypts them: key file, envelope, partitions of tenants."""

@@ -1,4 +1,4 @@
-"""What all caches of a process share."""
+"""Holds what all caches of a process share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from cache.seal.partition import Epochs, Partitions
 
 @dataclass(frozen=True, slots=True)
 class CacheContext:
-    """One store, one key file, one model."""
-
     store: Store
     partitions: Partitions
     epochs: Epochs

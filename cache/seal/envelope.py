@@ -1,4 +1,4 @@
-"""The format of a stored value: versioned, bounded in size, sealed with AES-256-GCM, bound to its name.
+"""Seals stored values: versioned, bounded in size, encrypted with AES-256-GCM, bound to their name.
 
 Layout: magic 3 · version 1 · key id 4 · nonce 12 · ciphertext · tag 16. The first 8 bytes and the entry's name are
 authenticated along, so that a value under another name, or from another version, does not open.
@@ -32,7 +32,7 @@ class Envelope:
         self._counter = counter
 
     def seal(self, key: CacheKey, value: bytes, max_bytes: int | None = None) -> bytes | None:
-        """None, counted, where the value is larger than the bound, or than one that is tighter."""
+        """Returns None, counted, where the value is larger than the bound, or than one that is tighter."""
         if len(value) > min(self._max_bytes, self._max_bytes if max_bytes is None else max_bytes):
             self._counter.count("cache_too_large", key.kind.name.lower())
             return None
@@ -41,7 +41,7 @@ class Envelope:
         return header + nonce + self._ciphers[self._current].encrypt(nonce, value, header + key.name.encode())
 
     def open(self, key: CacheKey, sealed: bytes) -> bytes | None:
-        """None, counted, where anything is unexpected."""
+        """Returns None, counted, where anything is unexpected."""
         header, nonce = sealed[:HEADER], sealed[HEADER : HEADER + NONCE]
         reason = self._why_not(sealed, header)
         if not reason:

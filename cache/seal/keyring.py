@@ -1,4 +1,4 @@
-"""The secrets of the caches: one for names, several for values. From a file that replicas share, or random.
+"""Holds the secrets of the caches, one for names and several for values, from a file that replicas share, or random.
 
 The file has one secret a line, 64 hexadecimal digits each: `names <hex>`, then `<label> <hex>` for values. The first
 label seals; all labels open, so that a key is rotated by writing the new one above the old. Changing `names` starts
@@ -32,26 +32,23 @@ class SealingKey:
 
     @classmethod
     def of(cls, secret: bytes) -> SealingKey:
-        """With an id that follows from the secret, so that replicas agree on it."""
+        """Derives the id from the secret, so that replicas agree on it."""
         return cls(secret, hashlib.sha256(b"whippet value key id" + secret).digest()[:ID_BYTES])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Keyring:
-    """The secrets of one key file."""
-
     names: bytes
     sealing: tuple[SealingKey, ...]  # the first one seals
     shared: bool  # whether another process can have them
 
     @classmethod
     def generate(cls) -> Keyring:
-        """Random secrets, which no other process has."""
+        """Generates random secrets, which no other process has."""
         return cls(secrets.token_bytes(KEY_BYTES), (SealingKey.of(secrets.token_bytes(KEY_BYTES)),), shared=False)
 
     @classmethod
     def read(cls, path: Path) -> Keyring:
-        """Raises InvalidKeyFile."""
         try:
             text = path.read_text(encoding="ascii")
         except (OSError, UnicodeDecodeError) as error:
@@ -68,7 +65,6 @@ class Keyring:
         return cls(names, keys, shared=True)
 
     def key(self, identity: bytes) -> SealingKey | None:
-        """The key with that id."""
         return next((key for key in self.sealing if hmac.compare_digest(key.id, identity)), None)
 
 
@@ -94,7 +90,7 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
 
 
 def open_keyring(path: Path | None) -> Keyring:
-    """From the file, or generated, which is of use to this process alone."""
+    """Reads the file, or generates a keyring for this process alone."""
     if path is not None:
         return Keyring.read(path)
     log.debug("cache: no key file; entries can be read by this process alone, and are lost with it")

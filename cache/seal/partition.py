@@ -1,4 +1,4 @@
-"""The one rule of who may see what: names of partitions and entries, and the epochs that purge a tenant at once.
+"""Implements the one rule of visibility: names of partitions and entries, and the epochs that purge a tenant at once.
 
 partition = HMAC(tenant key, weights ‖ tokenizer and template ‖ cache schema ‖ tenant epoch), where the tenant key is
 itself HMAC(names secret, tenant). An epoch is a random number kept in the store: replacing it, or losing it, makes all
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 
-from cache.api import CacheKey, Kind, ModelIdentity, Parameter, Store, StoreFault
+from cache.api import CacheKey, EntryKind, ModelIdentity, Parameter, Store, StoreFault
 from cache.seal.keyring import Keyring
 
 SCHEMA = 1
@@ -28,7 +28,7 @@ ALL, PREFIXES = b"epoch", b"prefix epoch"  # purposes of an epoch: all entries o
 
 
 def encode(value: Parameter | Sequence[tuple[str, Parameter]]) -> bytes:
-    """An injective encoding: type, length, content. Stored names depend on it."""
+    """Encodes injectively: type, length, content. Stored names depend on it."""
     match value:
         case None:
             return b"n"
@@ -50,17 +50,16 @@ def encode(value: Parameter | Sequence[tuple[str, Parameter]]) -> bytes:
 
 
 def encode_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids, four bytes each."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA-256 over parts, each with its length, so that moving a border changes the digest."""
+    """Computes HMAC-SHA-256 over parts, each with its length, so that moving a border changes the digest."""
     return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), sha256)
 
 
 class Partitions:
-    """Names of partitions and entries, under one key file and one model."""
+    """Names partitions and entries, under one key file and one model."""
 
     def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
         self._names = keyring.names
@@ -71,16 +70,15 @@ class Partitions:
         self.epoch_key = lru_cache(KNOWN_EPOCHS)(self._epoch_key)
 
     def _epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
-        """The entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
+        """Names the entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
         name = mac(self._tenant_key(tenant), purpose).hex()
-        return CacheKey(Kind.EPOCH, name[:32], name[32:])
+        return CacheKey(EntryKind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
-        """The second half of an entry's name."""
+        """Returns the second half of an entry's name."""
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
     def _of(self, tenant: str, epoch: bytes) -> str:
-        """The first half of an entry's name."""
         return mac(self._tenant_key(tenant), b"partition", *self._model, str(SCHEMA).encode(), epoch).hex()[:32]
 
     def _derive_tenant_key(self, tenant: str) -> bytes:
@@ -88,12 +86,12 @@ class Partitions:
 
 
 def epoch_of(value: bytes | None) -> bytes | None:
-    """What was stored as one; None where it is none."""
+    """Returns the stored epoch; None where it is none."""
     return value if value is not None and len(value) == EPOCH_BYTES else None
 
 
 class Epochs:
-    """The epoch of each tenant, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
+    """Holds each tenant's epoch, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
 
     def __init__(
         self,
@@ -109,17 +107,16 @@ class Epochs:
         self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was read
 
     def known(self, tenant: str) -> bytes | None:
-        """Without reading the store; may be outdated."""
+        """Returns the epoch without reading the store; may be outdated."""
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
     def fresh(self, tenant: str) -> bytes | None:
-        """Without reading the store, at most a second old."""
+        """Returns the epoch without reading the store, if it is at most a second old."""
         known = self._known.get(tenant)
         return known[0] if known is not None and self._clock() - known[1] < RECENT else None
 
     def learn(self, tenant: str, epoch: bytes) -> None:
-        """Takes in what was read from the store."""
         self._known[tenant] = epoch, self._clock()
         self._known.move_to_end(tenant)
         if len(self._known) > KNOWN_EPOCHS:
@@ -131,7 +128,7 @@ class Epochs:
         key = self._partitions.epoch_key(tenant, self._purpose)
         standing = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
         epoch = epoch_of(standing)
-        if epoch is None:  # damaged: whoever replaces it first has said which is next
+        if epoch is None:  # damaged: the first to replace it decides the next
             await self._store.swap(key, standing, fresh, EPOCH_TTL)
             epoch = epoch_of(await self._store.set_if_absent(key, fresh, EPOCH_TTL, within))
         if epoch is None:
@@ -140,8 +137,8 @@ class Epochs:
         return epoch
 
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
-        """At most a second old; where the store does not answer, as last read. Raises StoreFault where it was never
-        read."""
+        """Returns an epoch at most a second old; where the store does not answer, as last read. Raises StoreFault where
+        it was never read."""
         fresh = self.fresh(tenant)
         if fresh is not None:
             return fresh

@@ -1,1 +1,1 @@
-"""Answers to questions that mean the same: embedder, index, guard, evidence."""
+"""Answers similarly worded questions from the cache: embedder, index, guard, evidence."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What lies in the working directory is not imported, whatever its name; nobody is warned of what libraries will
-    change."""
+    """Builds a command that imports nothing from the working directory and prints no deprecation warnings of
+    libraries."""
     return [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """With a PYTHONPATH that finds the packages of this process."""
+    """Returns the environment with a PYTHONPATH that finds the packages of this process."""
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

@@ -1,4 +1,4 @@
-"""The vector indexes of this process, one a partition, and how they follow the store. An index is only a hint: what it
+"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: what it
 finds is read from the store before it counts, so that a deletion or an expiry acts on every replica at once.
 
 Embedding, adding and searching happen on one thread of their own; nothing else touches an index.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from cache.api import CacheKey, Kind, StoreFault
+from cache.api import CacheKey, EntryKind, StoreFault
 from cache.seal.context import CacheContext
 from cache.semantic.embedder import Embedder, Vector
 from cache.semantic.entry import Stored, unpack_entry
@@ -42,7 +42,7 @@ class CandidateIndex:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """What a search found, and in which state of the index."""
+    """Result of a search, and the state of the index then."""
 
     vector: Vector
     found: list[tuple[str, float]]  # digest and similarity, best first
@@ -50,7 +50,7 @@ class Nearest:
 
 
 class CandidateStore:
-    """The indexes. With too many vectors the least recently used index is dropped."""
+    """Holds the indexes. With too many vectors the least recently used index is dropped."""
 
     def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
         self._context = context
@@ -70,11 +70,10 @@ class CandidateStore:
         return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
-        """None where the text is too short or too long for the embedder to be trusted."""
+        """Returns None where the text is too short or too long for the embedder to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
-        """The index that follows a directory."""
         index = self._indexes.get(directory.name)
         if index is None:
             index = self._indexes[directory.name] = CandidateIndex(directory, VectorIndex(self._embedder.width))
@@ -108,14 +107,13 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """The same, or a new search if entries were added in the meantime."""
+        """Returns the same result, or that of a new search if entries were added meanwhile."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
         return Nearest(nearest.vector, found, index.vectors.changes)
 
     async def add(self, index: CandidateIndex, digest: str, vector: Vector) -> None:
-        """Adds an entry that this process writes itself."""
         await self._on_worker(partial(index.vectors.add, digest, vector))
 
     async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:
@@ -128,7 +126,7 @@ class CandidateStore:
         await self._on_worker(work)
 
     def open(self, key: CacheKey, sealed: bytes) -> Stored | None:
-        """None, counted, where anything is unexpected."""
+        """Returns None, counted, where anything is unexpected."""
         data = self._context.envelope.open(key, sealed)
         stored = None if data is None else unpack_entry(data, self._embedder.width, key.digest[-64:])
         if data is not None and stored is None:
@@ -162,7 +160,7 @@ class CandidateStore:
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]
         if missing:
-            keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest in missing]
+            keys = [CacheKey(EntryKind.SEMANTIC, index.directory.partition, digest) for digest in missing]
             left = None if within is None else within - (time.monotonic() - begun)
             values = await self._context.store.get_many(keys, left)
             vectors = {key.digest: self._vector(key, sealed) for key, sealed in zip(keys, values, strict=True)}

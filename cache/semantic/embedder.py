@@ -28,8 +28,6 @@ ONNX = "onnxruntime"
 
 
 class Embedder(Protocol):
-    """What the semantic cache needs of a model."""
-
     @property
     def digest(self) -> str:
         """Vectors of two digests must never meet in one index."""
@@ -38,14 +36,14 @@ class Embedder(Protocol):
     def width(self) -> int: ...
 
     def tokens(self, text: str) -> int:
-        """Tokens of the text without the marks at both ends. Nothing is ever truncated."""
+        """Counts tokens of the text without the marks at both ends. Nothing is ever truncated."""
 
     def embed(self, text: str) -> Vector:
-        """A unit vector."""
+        pass
 
 
 class ModelEmbedder:
-    """An `Embedder` from a folder that `export` wrote, and something that runs its model."""
+    """An `Embedder` from a folder that `export` wrote, with a runtime for its model."""
 
     def __init__(self, folder: Path, digest: str, width: int, encode: Callable[[Sequence[int]], Vector]) -> None:
         # Imported here, since it takes long and a server with the cache off does not need it.
@@ -83,7 +81,7 @@ class ModelEmbedder:
 
 
 def open_embedder(folder: Path) -> ModelEmbedder:
-    """The fastest runtime that the folder has and this machine supports."""
+    """Opens the fastest runtime that the folder has and this machine supports."""
     made = json.loads((folder / MANIFEST).read_text())["runtimes"]
     if NATIVE in made and not lacking():
         try:
@@ -97,12 +95,11 @@ def open_embedder(folder: Path) -> ModelEmbedder:
 
 
 def native_embedder(folder: Path) -> ModelEmbedder:
-    """The encoder in C. Raises OSError where the folder has none."""
+    """Opens the encoder in C. Raises OSError where the folder has none."""
     return _embedder(folder, NATIVE, NativeEncoder(folder))
 
 
 def onnx_embedder(folder: Path) -> ModelEmbedder:
-    """The model under onnxruntime."""
     import onnxruntime  # type: ignore[import-untyped, import-not-found, unused-ignore]
 
     options = onnxruntime.SessionOptions()

@@ -1,4 +1,4 @@
-"""One question with its answer, as the store keeps it."""
+"""Packs a question and its answer for the store."""
 
 from __future__ import annotations
 
@@ -15,28 +15,25 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A question, its vector, and its answer."""
-
+class SemanticEntry:
     text: str
     vector: Vector
     completion: CachedCompletion
 
 
-class _Raw(msgspec.Struct, array_like=True, frozen=True):
+class _RawEntry(msgspec.Struct, array_like=True, frozen=True):
     schema: int
     text: str
     vector: bytes  # two bytes a number
     completion: bytes
 
 
-_DECODER = msgspec.msgpack.Decoder(_Raw)
+_DECODER = msgspec.msgpack.Decoder(_RawEntry)
 
 
-def pack_entry(entry: Entry) -> bytes:
-    """The stored value before it is sealed."""
+def pack_entry(entry: SemanticEntry) -> bytes:
     vector = entry.vector.astype(np.float16).tobytes()
-    return msgspec.msgpack.encode(_Raw(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
+    return msgspec.msgpack.encode(_RawEntry(SCHEMA, entry.text, vector, pack_completion(entry.completion)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +46,18 @@ class Stored:
     _completion: bytes
 
     def vector(self) -> Vector | None:
-        """None where it is not a unit vector."""
+        """Returns None where it is not a unit vector."""
         vector = np.frombuffer(self._vector, np.float16).astype(np.float32)
         length = float(np.linalg.norm(vector))
         return vector / length if 0.9 < length < 1.1 else None
 
     def completion(self) -> CachedCompletion | None:
-        """None where it is not a whole answer of this schema."""
+        """Returns None where it is not a whole answer of this schema."""
         return unpack_completion(self._completion, self.entry_id)
 
 
 def unpack_entry(data: bytes, width: int, entry_id: str) -> Stored | None:
-    """None where it is not an entry of this schema and width."""
+    """Returns None where it is not an entry of this schema and width."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):

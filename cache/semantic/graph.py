@@ -1,4 +1,4 @@
-"""A BERT sentence encoder as an ONNX graph: one text at a time, no padding, hence no mask.
+"""Builds a BERT sentence encoder as an ONNX graph: one text at a time, no padding, hence no mask.
 
 ids [1, n] → embeddings [n, d] → layers → mean over n → unit vector [d]. Query, key and value are one product.
 """
@@ -18,21 +18,18 @@ Array = npt.NDArray[np.float32]
 
 
 class NotExportable(ValueError):
-    """The model is not of the one architecture that this graph has."""
+    """The model's architecture is not the one of this graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of the encoder."""
-
+class EncoderShape:
     layers: int
     heads: int
     width: int
     epsilon: float
 
 
-def read_shape(described: Mapping[str, Any]) -> Shape:
-    """Raises NotExportable."""
+def read_shape(described: Mapping[str, Any]) -> EncoderShape:
     config = described["config"]
     pooling = described["pooling"]
     wrong = [
@@ -48,7 +45,7 @@ def read_shape(described: Mapping[str, Any]) -> Shape:
     ]
     if wrong:
         raise NotExportable(f"not a BERT sentence encoder with mean pooling: {', '.join(wrong)}")
-    return Shape(
+    return EncoderShape(
         layers=int(config["num_hidden_layers"]),
         heads=int(config["num_attention_heads"]),
         width=int(config["hidden_size"]),
@@ -60,7 +57,7 @@ def read_shape(described: Mapping[str, Any]) -> Shape:
 class _Builder:
     """Collects nodes and weights; every node has one output, named after its place."""
 
-    shape: Shape
+    shape: EncoderShape
     weights: Mapping[str, Array]
     nodes: list[NodeProto] = field(default_factory=list)
     constants: list[TensorProto] = field(default_factory=list)
@@ -88,7 +85,7 @@ class _Builder:
         return self.constant(np.array(values, np.int64))
 
     def heads(self, x: str, order: Sequence[int]) -> str:
-        """[n, d] → [heads, n, d / heads], axes in the given order."""
+        """Transforms [n, d] → [heads, n, d / heads], axes in the given order."""
         split = self.ints(-1, self.shape.heads, self.shape.width // self.shape.heads)
         return self.node("Transpose", self.node("Reshape", x, split), perm=list(order))
 
@@ -123,12 +120,12 @@ class _Builder:
         words = self.node("Gather", self.constant(self.weights["embeddings.word_embeddings.weight"]), ids)
         kinds = self.weights["embeddings.token_type_embeddings.weight"][0]
         places = self.constant(self.weights["embeddings.position_embeddings.weight"] + kinds)
-        here = self.node("Slice", places, self.ints(0), self.node("Shape", ids), self.ints(0))
+        here = self.node("Slice", places, self.ints(0), self.node("EncoderShape", ids), self.ints(0))
         return self.norm(self.node("Add", words, here), "embeddings.LayerNorm")
 
 
-def build(shape: Shape, weights: Mapping[str, Array]) -> ModelProto:
-    """The graph in fp32."""
+def build(shape: EncoderShape, weights: Mapping[str, Array]) -> ModelProto:
+    """Builds the graph in fp32."""
     builder = _Builder(shape, weights)
     x = builder.embeddings()
     for number in range(shape.layers):

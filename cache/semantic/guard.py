@@ -1,7 +1,7 @@
-"""Whether two questions may share an answer, by their words alone. Near vectors have the same topic; these
-rules decide whether they ask the same.
+"""Decides by words alone whether two questions may share an answer. Near vectors have the same topic; these rules
+decide whether they ask the same.
 
-`veto` names the rule that forbids it; `strictly_equal` is the only thing that permits it without further evidence.
+`veto` names the rule that forbids it; `strictly_equal` alone permits it without further evidence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def strictly_equal(one: str, other: str) -> bool:
 
 
 def veto(one: str, other: str) -> str:
-    """The name of the first rule that tells the two apart, empty where none does."""
+    """Returns the name of the first rule that separates the two, empty where none does."""
     a, b = words_of(one), words_of(other)
     if a.words == b.words:  # no rule could tell them apart
         return ""
@@ -38,7 +38,7 @@ def fleeting(text: str) -> bool:
 
 
 def _base(word: str) -> str:
-    """Without the s of a plural; equal words have equal bases."""
+    """Removes the s of a plural; equal words have equal bases."""
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
@@ -59,12 +59,12 @@ def _numbers(a: Words, b: Words) -> bool:
 
 
 def _form(a: Words, b: Words) -> bool:
-    """Case, signs, blanks or accents are all that tells the two apart."""
+    """Whether only case, signs, blanks or accents separate the two."""
     return a.letters == b.letters
 
 
 def _signs(a: Words, b: Words) -> bool:
-    """Words that no rule reads, and those whose case matters, must be the same in the same order."""
+    """Whether words that no rule reads, and those whose case matters, differ or stand in another order."""
 
     def found(c: Words) -> list[str]:
         return [word for word in c.bare if not _PLAIN.fullmatch(word)]

@@ -1,4 +1,5 @@
-"""The vectors of one partition: brute force while they are few, a graph once they are many. Used by one thread."""
+"""Indexes the vectors of one partition: brute force while they are few, a graph once they are many. Used by one
+thread."""
 
 from __future__ import annotations
 
@@ -16,8 +17,6 @@ EXPANSION = 64
 
 
 class VectorIndex:
-    """Names by similarity of their vectors: cosine, of unit vectors only."""
-
     def __init__(self, width: int, graph_at: int = GRAPH_AT) -> None:
         self._width = width
         self._graph_at = graph_at
@@ -43,7 +42,6 @@ class VectorIndex:
         self._move()
 
     def remove(self, name: str) -> None:
-        """Does nothing where there is none of that name."""
         if self._graph is not None:
             self._graph.remove(name)
         place = self._place.pop(name, None)
@@ -56,7 +54,7 @@ class VectorIndex:
             self._rows[place] = self._rows[len(self._names)]
 
     def search(self, vector: Vector, count: int) -> list[tuple[str, float]]:
-        """Best first."""
+        """Returns the best first."""
         self._move()
         found: list[tuple[str, float]] = []
         if self._names:
@@ -86,8 +84,6 @@ class VectorIndex:
 
 
 class _Graph:
-    """A usearch graph whose keys are names."""
-
     def __init__(self, width: int) -> None:
         from usearch.index import Index
 

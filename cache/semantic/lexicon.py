@@ -1,4 +1,4 @@
-"""English words that the guard knows, by what they decide. Data alone."""
+"""Lists English words that the guard knows, by what they decide. Data alone."""
 # ruff: noqa: SIM905 - lists of words read better as lines of words
 
 from __future__ import annotations

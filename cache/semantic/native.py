@@ -1,6 +1,5 @@
-"""The sentence encoder in C (`encoder.c`): compiled once where an embedder is made, loaded where the processor has what
-it takes. Used by one thread.
-"""
+"""Runs the sentence encoder in C (`encoder.c`): compiled once where an embedder is made, loaded where the processor
+supports it. Used by one thread."""
 
 from __future__ import annotations
 
@@ -39,13 +38,13 @@ class NotNative(RuntimeError):
     """The encoder in C cannot be made for this machine or this model."""
 
 
-class _Linear(ctypes.Structure):
+class _EncoderLinear(ctypes.Structure):
     _fields_: ClassVar[Any] = [(part, ctypes.c_void_p) for part in LINEAR_PARTS]
 
 
-class _Layer(ctypes.Structure):
+class _EncoderLayer(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *((name, _Linear) for name in LINEARS),
+        *((name, _EncoderLinear) for name in LINEARS),
         *((part, ctypes.c_void_p) for part in NORM_PARTS),
     ]
 
@@ -60,12 +59,12 @@ class _Encoder(ctypes.Structure):
 
 
 def hidden() -> frozenset[str]:
-    """Flags of `NEEDS` that the environment says to treat as absent."""
+    """Returns flags of `NEEDS` that the environment treats as absent."""
     return frozenset(NEEDS) & frozenset(os.environ.get(HIDE, "").replace(",", " ").split())
 
 
 def lacking() -> str:
-    """Needed flags that this machine's processor lacks; empty where it has all."""
+    """Returns needed flags that this machine's processor lacks; empty where it has all."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"{sys.platform} on {platform.machine()}"
     try:
@@ -77,7 +76,6 @@ def lacking() -> str:
 
 
 def compile_encoder(target: Path) -> None:
-    """Raises NotNative."""
     named = os.environ.get("CC")
     compiler = next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
     if compiler is None:
@@ -94,7 +92,7 @@ def compile_encoder(target: Path) -> None:
 
 
 def _linear(weight: Array, bias: Array, factor: Array | None = None) -> dict[str, Array]:
-    """One scale a channel; blocks of 64 channels, within them four inputs of a channel side by side."""
+    """Packs one scale a channel; blocks of 64 channels, within them four inputs of a channel side by side."""
     channels, inputs = weight.shape
     if channels % 64 or inputs % 64:
         raise NotNative(f"a product of {inputs} by {channels}")
@@ -132,7 +130,7 @@ def _layer(weights: Mapping[str, Array], heads: int) -> dict[str, Array]:
 
 
 def write_weights(target: Path, weights: Mapping[str, Array], layers: int, heads: int, epsilon: float) -> None:
-    """Of a BERT, in eight bits and in the order of `encoder.c`. Raises NotNative."""
+    """Writes a BERT in eight bits and in the order of `encoder.c`. Raises NotNative."""
     words = weights["embeddings.word_embeddings.weight"]
     if words.shape[1] // heads not in (32, 64):
         raise NotNative(f"heads of {words.shape[1] // heads}")
@@ -154,7 +152,7 @@ def write_weights(target: Path, weights: Mapping[str, Array], layers: int, heads
 
 
 class NativeEncoder:
-    """Tokens to a unit vector, from a folder with `LIBRARY` and `WEIGHTS`."""
+    """Encodes tokens to a unit vector, from a folder with `LIBRARY` and `WEIGHTS`."""
 
     def __init__(self, folder: Path) -> None:
         self._tensors: dict[str, Array] = {}
@@ -165,7 +163,7 @@ class NativeEncoder:
         layers, heads = int(about["layers"]), int(about["heads"])
         self._words, self._width = self._tensors["words"].shape
         self._places = len(self._tensors["places"])
-        self._layers = (_Layer * layers)(*map(self._layer, range(layers)))
+        self._layers = (_EncoderLayer * layers)(*map(self._layer, range(layers)))
         self._encoder = _Encoder(
             *(layers, heads, self._width, self._tensors["0.up.bias"].size, float(about["epsilon"])),
             *map(self._at, WHOLE_PARTS),
@@ -193,13 +191,13 @@ class NativeEncoder:
     def _at(self, name: str) -> int:
         return int(self._tensors[name].ctypes.data)
 
-    def _layer(self, number: int) -> _Layer:
-        linears = [_Linear(*(self._at(f"{number}.{name}.{part}") for part in LINEAR_PARTS)) for name in LINEARS]
-        return _Layer(*linears, *(self._at(f"{number}.{part}") for part in NORM_PARTS))
+    def _layer(self, number: int) -> _EncoderLayer:
+        linears = [_EncoderLinear(*(self._at(f"{number}.{name}.{part}") for part in LINEAR_PARTS)) for name in LINEARS]
+        return _EncoderLayer(*linears, *(self._at(f"{number}.{part}") for part in NORM_PARTS))
 
 
 def _aligned(value: Array) -> Array:
-    """A copy that begins on a cache line."""
+    """Returns a copy that begins on a cache line."""
     raw = np.empty(value.nbytes + LINE, np.uint8)
     begin = -raw.ctypes.data % LINE
     copy = raw[begin : begin + value.nbytes].view(value.dtype).reshape(value.shape)

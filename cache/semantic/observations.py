@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from cache.api import CacheKey, Kind, StoreFault
+from cache.api import CacheKey, EntryKind, StoreFault
 from cache.seal.context import CacheContext
 from cache.seal.partition import encode
 from cache.semantic import lexicon as lex
@@ -57,28 +57,27 @@ class Observations:
 
     def strict(self, entry: CacheKey) -> CacheKey:
         """Names the evidence about all pairs with equal words in an entry's directory."""
-        return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS])
+        return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS])
 
     def learned(self, tenant: str, entry: CacheKey, one: str, other: str) -> CacheKey:
         """Names the evidence about all pairs in an entry's directory that differ as these two questions do."""
         kind = self._context.partitions.digest(tenant, b"difference", encode(difference(one, other)))
-        return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS] + kind[:DIRECTORY_DIGITS])
+        return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS] + kind[:DIRECTORY_DIGITS])
 
     def wrongs(self, entry: CacheKey, strict: bool) -> CacheKey:
         """Names the evidence about one entry: how often its answer would have been wrong."""
-        return CacheKey(Kind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
+        return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
 
     def day(self, tenant: str, entry: CacheKey) -> CacheKey:
         """Names the count of a tenant's right observations of the day."""
         digest = self._context.partitions.digest(tenant, b"day of evidence")
-        return CacheKey(Kind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
+        return CacheKey(EntryKind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
 
     def open(self, key: CacheKey, sealed: bytes | None) -> Evidence:
         """Returns empty evidence, and counts a rejection, if the value is damaged or of another schema."""
         return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
-        """Raises StoreFault."""
         values = await self._context.store.get_many(keys, within)
         return tuple(map(self.open, keys, values))
 

@@ -1,4 +1,4 @@
-"""The semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
+"""Implements the semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cache.answers.exact import entry_digest, keepable, serves
 from cache.api import (
     STOPPED,
     Allowance,
+    AnswerCandidate,
     CachedCompletion,
     CacheKey,
-    Candidate,
-    Kind,
+    EntryKind,
     Mode,
     SemanticLookup,
     SemanticSettings,
+    SemanticTurn,
     StoreFault,
-    Turn,
     Verdict,
 )
 from cache.seal.context import CacheContext
 from cache.seal.partition import encode, epoch_of
 from cache.semantic.candidates import CandidateIndex, CandidateStore
 from cache.semantic.embedder import Embedder
-from cache.semantic.entry import Entry, Stored, pack_entry
+from cache.semantic.entry import SemanticEntry, Stored, pack_entry
 from cache.semantic.evidence import Evidence, proven, refuted
 from cache.semantic.guard import fleeting, strictly_equal, veto
 from cache.semantic.observations import DIRECTORY_DIGITS, Observations
@@ -39,13 +39,12 @@ _PERSONAL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,64}\.\w|\d[\d -]{7,}\d")  # addre
 
 
 def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
-    """Whether two answers have the same words."""
     return one.text.split() == other.text.split()
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A stored question that is similar, and the rule that vetoes it, if any."""
+class _SimilarQuestion:
+    """A similar stored question, and the rule that vetoes it, if any."""
 
     key: CacheKey
     similarity: float
@@ -56,14 +55,13 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Candidates of the index as the store has them."""
-
-    found: list[_Found]  # best first
+    found: list[_SimilarQuestion]  # best first
     strict: Evidence  # of all pairs of equal words in the directory
 
 
-def _unfit(turn: Turn) -> str:
-    """Why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes longer."""
+def _unfit(turn: SemanticTurn) -> str:
+    """Returns why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes
+    longer."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -74,12 +72,10 @@ def _unfit(turn: Turn) -> str:
 
 
 def _nothing() -> None:
-    """Cancels nothing."""
+    pass
 
 
 class SimilarCache:
-    """The `SemanticCache`."""
-
     def __init__(
         self,
         context: CacheContext,
@@ -98,16 +94,16 @@ class SimilarCache:
         self._candidates = CandidateStore(context, embedder, settings.max_indexed)
 
     def change(self, settings: SemanticSettings) -> None:
-        """From the next question on."""
+        """Applies from the next question on."""
         self._settings = settings
 
-    def begin(self, turn: Turn) -> Callable[[], object]:
+    def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
         return self._candidates.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
 
-    async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
+    async def lookup(self, turn: SemanticTurn, allowance: Allowance) -> SemanticLookup:
         begun = time.perf_counter()
         if reason := self._why_not(turn):
             self._context.counter.count("semantic_skipped", reason)
@@ -122,8 +118,8 @@ class SimilarCache:
         self._context.counter.observe("semantic_lookup", time.perf_counter() - begun)
         return found
 
-    async def put(self, turn: Turn, completion: CachedCompletion) -> bool:
-        """Answers cut by a limit are left to the exact cache."""
+    async def put(self, turn: SemanticTurn, completion: CachedCompletion) -> bool:
+        """Stores an answer, unless a limit cut it: those are left to the exact cache."""
         question = turn.question
         if self._why_not(turn) or not keepable(question, completion) or completion.ending.reason not in STOPPED:
             return False
@@ -137,16 +133,16 @@ class SimilarCache:
             return False
         directory = self._directory(turn, epoch)
         digest = directory.digest + entry_digest(self._context.partitions, question, None)
-        key = CacheKey(Kind.SEMANTIC, directory.partition, digest)
-        packed = pack_entry(Entry(turn.text, vector, completion))
+        key = CacheKey(EntryKind.SEMANTIC, directory.partition, digest)
+        packed = pack_entry(SemanticEntry(turn.text, vector, completion))
         sealed = self._context.envelope.seal(key, packed, self._settings.max_bytes)
         if sealed is None or not self._context.store.offer(key, sealed, self._settings.ttl, directory):
             return False
         await self._candidates.add(self._candidates.index(directory), digest, vector)
         return True
 
-    async def observe(self, turn: Turn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """An entry that an audit finds wrong is deleted."""
+    async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
+        """Learns from an audit. An entry that it finds wrong is deleted."""
         candidate = lookup.candidate
         if candidate is None:
             return
@@ -165,7 +161,7 @@ class SimilarCache:
         except StoreFault:
             self._context.counter.count("semantic_observed", "fault")
 
-    async def _learn(self, turn: Turn, candidate: Candidate, right: bool) -> None:
+    async def _learn(self, turn: SemanticTurn, candidate: AnswerCandidate, right: bool) -> None:
         notes, tenant, entry = self._observations, turn.question.tenant, candidate.entry
         key = notes.learned(tenant, entry, turn.text, candidate.text)
         if right:
@@ -177,12 +173,12 @@ class SimilarCache:
         """Ends tasks and thread."""
         await self._candidates.aclose()
 
-    def _why_not(self, turn: Turn) -> str:
+    def _why_not(self, turn: SemanticTurn) -> str:
         if self._settings.mode is Mode.OFF:
             return "off"
         return _unfit(turn) or ("fleeting" if fleeting(turn.text) else "")
 
-    async def _lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
+    async def _lookup(self, turn: SemanticTurn, allowance: Allowance) -> SemanticLookup:
         settings, tenant = self._settings, turn.question.tenant
         epoch = self._context.epochs.known(tenant)
         if epoch is None:
@@ -208,10 +204,15 @@ class SimilarCache:
             await self._candidates.follow(index, within)
 
     async def _read(
-        self, turn: Turn, index: CandidateIndex, near: list[tuple[str, float]], epoch: bytes, allowance: Allowance
+        self,
+        turn: SemanticTurn,
+        index: CandidateIndex,
+        near: list[tuple[str, float]],
+        epoch: bytes,
+        allowance: Allowance,
     ) -> _Read:
         """Reads the candidates, and what was observed of questions of equal words, in one round trip."""
-        keys = [CacheKey(Kind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
+        keys = [CacheKey(EntryKind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
         marks = [self._observations.wrongs(key, strict=True) for key in keys]
         strict = self._observations.strict(keys[0])
         wanted = (self._context.partitions.epoch_key(turn.question.tenant), strict, *keys, *marks)
@@ -222,7 +223,7 @@ class SimilarCache:
             if standing is not None:
                 self._context.epochs.learn(turn.question.tenant, standing)
             raise StoreFault("another epoch")
-        found: list[_Found] = []
+        found: list[_SimilarQuestion] = []
         gone: list[str] = []
         for place, (key, (_, similarity)) in enumerate(zip(keys, near, strict=True)):
             sealed, mark = rest[place], self._observations.open(marks[place], rest[len(keys) + place])
@@ -230,12 +231,12 @@ class SimilarCache:
             if stored is None:
                 gone.append(key.digest)
             else:
-                found.append(_Found(key, similarity, stored, veto(turn.text, stored.text), mark.wrong > 0))
+                found.append(_SimilarQuestion(key, similarity, stored, veto(turn.text, stored.text), mark.wrong > 0))
         if gone:
             await self._candidates.drop(index, gone)
         return _Read(found, self._observations.open(strict, pooled))
 
-    async def _decide(self, turn: Turn, read: _Read, allowance: Allowance) -> SemanticLookup:
+    async def _decide(self, turn: SemanticTurn, read: _Read, allowance: Allowance) -> SemanticLookup:
         """Considers all candidates: a nearest one that is vetoed must not hide a second one that is right."""
         first = self._first(turn, read.found)
         if first is None:
@@ -253,10 +254,9 @@ class SimilarCache:
         return SemanticLookup(verdict=Verdict.UNPROVEN, candidate=candidate)
 
     async def _learned(
-        self, turn: Turn, candidate: Candidate, bound: tuple[float, float], allowance: Allowance
+        self, turn: SemanticTurn, candidate: AnswerCandidate, bound: tuple[float, float], allowance: Allowance
     ) -> bool:
-        """Whether what tells the two questions apart has been harmless. It does not speak for an entry that was wrong
-        once."""
+        """Whether the difference of the two questions has proved harmless. Not true of an entry that was wrong once."""
         notes, entry = self._observations, candidate.entry
         keys = (
             notes.learned(turn.question.tenant, entry, turn.text, candidate.text),
@@ -266,8 +266,10 @@ class SimilarCache:
             pooled, own = await notes.read(keys, within)
         return own.wrong == 0 and proven(pooled, *bound)
 
-    def _first(self, turn: Turn, found: list[_Found]) -> tuple[_Found, Candidate] | None:
-        """The nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
+    def _first(
+        self, turn: SemanticTurn, found: list[_SimilarQuestion]
+    ) -> tuple[_SimilarQuestion, AnswerCandidate] | None:
+        """Returns the nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):
@@ -277,7 +279,7 @@ class SimilarCache:
             if completion is None:
                 self._candidates.reject()
             elif serves(completion, turn.question, time.time()):
-                return each, Candidate(
+                return each, AnswerCandidate(
                     entry=each.key,
                     text=each.stored.text,
                     similarity=each.similarity,
@@ -286,7 +288,7 @@ class SimilarCache:
                 )
         return None
 
-    def _served(self, candidate: Candidate, verdict: Verdict) -> SemanticLookup:
+    def _served(self, candidate: AnswerCandidate, verdict: Verdict) -> SemanticLookup:
         on = self._settings.mode is Mode.ON
         return SemanticLookup(
             verdict=verdict,
@@ -295,9 +297,10 @@ class SimilarCache:
             audit=on and self._chance.random() < self._settings.audit,
         )
 
-    def _directory(self, turn: Turn, epoch: bytes) -> CacheKey:
-        """Keyed by all that must match exactly: tenant, model, epoch, rules, context, parameters, embedder."""
+    def _directory(self, turn: SemanticTurn, epoch: bytes) -> CacheKey:
+        """Names the directory by all that must match exactly: tenant, model, epoch, rules, context, parameters,
+        embedder."""
         partitions, question = self._context.partitions, turn.question
         parts = (encode(FORM), encode(turn.context), encode(question.parameters), self._digest.encode())
         digest = partitions.digest(question.tenant, b"semantic", *parts)[:DIRECTORY_DIGITS]
-        return CacheKey(Kind.DIRECTORY, partitions.of(question.tenant, epoch), digest)
+        return CacheKey(EntryKind.DIRECTORY, partitions.of(question.tenant, epoch), digest)

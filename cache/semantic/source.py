@@ -1,7 +1,7 @@
-"""Run as a process of its own by `export`: loads a model with sentence-transformers and writes its weights.
+"""Loads a model with sentence-transformers and writes its weights, in a process of `export`.
 
-This is the one place that needs torch, which is why nothing imports it. Writes weights, tokenizer and shape, and what
-sentence-transformers makes of the reference texts, for the export to be compared with.
+This is the one place that needs torch, which is why nothing imports it. Writes weights, tokenizer and shape, and
+sentence-transformers' vectors of the reference texts, for the export to be compared with.
 """
 
 from __future__ import annotations

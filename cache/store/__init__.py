@@ -1,1 +1,1 @@
-"""Bytes by name, with an age limit: in memory or in Redis, behind breakers."""
+"""Stores bytes by name, with an age limit: in memory or in Redis, behind breakers."""

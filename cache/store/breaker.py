@@ -1,4 +1,4 @@
-"""When to stop sending commands to a store that fails, and when to try again. No I/O; thread-safe."""
+"""Decides when to stop sending commands to a failing store, and when to try again. No I/O; thread-safe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cache.api import BreakerSettings, BreakerState
 
 
 class Breaker:
-    """Opens after so many failures within a window, probes once after a pause, closes when the probe succeeds."""
+    """Opens after a number of failures within a window, probes once after a pause, closes when the probe succeeds."""
 
     def __init__(self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -23,7 +23,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """As of the last call of a method."""
+        """Returns the state as of the last call of a method."""
         return self._state
 
     @property
@@ -52,7 +52,7 @@ class Breaker:
             self._failures.clear()
 
     def failed(self) -> None:
-        """An error, or no answer in time."""
+        """Records an error, or no answer in time."""
         with self._lock:
             now = self._clock()
             if self._state is BreakerState.PROBING:

@@ -1,4 +1,4 @@
-"""The store that needs nothing: least recently used entries go when the bytes are full. One event loop's own.
+"""Stores entries in memory: least recently used ones go when the bytes are full. Used from one event loop.
 
 It answers at once, so that `within` is always kept.
 """
@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from cache.api import DIRECTORY_MEMBERS, CacheKey, DirectoryPage, Kind
+from cache.api import DIRECTORY_MEMBERS, CacheKey, DirectoryPage, EntryKind
 
 OVERHEAD = 640  # bytes an entry costs beside name and value; tracemalloc says 622
 MEMBER = 240  # bytes a member of a directory costs; tracemalloc says 225
 
 
 @dataclass(slots=True)
-class _Entry:
+class _StoredValue:
     key: CacheKey
     expires_at: float
     value: bytes = b""
@@ -38,7 +38,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._members = members  # of a directory; the oldest goes first
         self._clock = clock
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, _StoredValue] = OrderedDict()
         self._bytes = 0
         self._cursor = 0.0
 
@@ -55,17 +55,17 @@ class MemoryStore:
         return tuple(None if entry is None else entry.value for entry in found)
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None:
-        self._put(_Entry(key, self._clock() + ttl, value))
+        self._put(_StoredValue(key, self._clock() + ttl, value))
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
         if entry := self._live(key):
             return entry.value
-        self._put(_Entry(key, self._clock() + ttl, value))
+        self._put(_StoredValue(key, self._clock() + ttl, value))
         return value
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
         """Sets at once, since nothing here takes time."""
-        self._put(_Entry(key, self._clock() + ttl, value))
+        self._put(_StoredValue(key, self._clock() + ttl, value))
         if key.name not in self._entries:
             return False
         if directory is not None:
@@ -78,7 +78,7 @@ class MemoryStore:
             self._remove(key.name)
         return len(found)
 
-    async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+    async def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
         now = self._clock()
         found = [entry for entry in self._entries.values() if entry.key.kind is kind and entry.expires_at > now]
         for entry in found:
@@ -99,7 +99,7 @@ class MemoryStore:
         entry = self._live(key)
         if (None if entry is None else entry.value) != old:
             return False
-        self._put(_Entry(key, self._clock() + ttl, value))
+        self._put(_StoredValue(key, self._clock() + ttl, value))
         return True
 
     async def aclose(self) -> None:
@@ -113,15 +113,15 @@ class MemoryStore:
         members[digest] = self._cursor
         if len(members) > self._members:
             members.pop(next(iter(members)))
-        self._put(_Entry(directory, self._clock() + ttl, members=members))
+        self._put(_StoredValue(directory, self._clock() + ttl, members=members))
 
-    def _take(self, key: CacheKey) -> _Entry:
+    def _take(self, key: CacheKey) -> _StoredValue:
         """Takes an entry out to be changed and put back, so that its size is counted anew."""
-        entry = self._live(key) or _Entry(key, 0.0)
+        entry = self._live(key) or _StoredValue(key, 0.0)
         self._remove(key.name)
         return entry
 
-    def _live(self, key: CacheKey) -> _Entry | None:
+    def _live(self, key: CacheKey) -> _StoredValue | None:
         entry = self._entries.get(key.name)
         if entry is None:
             return None
@@ -131,7 +131,7 @@ class MemoryStore:
         self._entries.move_to_end(key.name)
         return entry
 
-    def _put(self, entry: _Entry) -> None:
+    def _put(self, entry: _StoredValue) -> None:
         self._remove(entry.key.name)
         if entry.size > self._max_bytes:
             return

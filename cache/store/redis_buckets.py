@@ -1,16 +1,16 @@
-"""Token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
+"""Implements token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
 
-from cache.api import BreakerState, BucketSize, CacheKey, Counter, Grant, Kind, RedisSettings
-from cache.store.redis_link import Link, OddReply, reply_as
-from cache.store.redis_open import RedisServer
-from cache.store.redis_replies import Shape
+from cache.api import BreakerState, BucketSize, CacheKey, Counter, EntryKind, Grant, RedisSettings
+from cache.store.redis_link import OddReply, RedisLink, reply_as
+from cache.store.redis_open import RedisEndpoint
+from cache.store.redis_replies import ReplyBounds
 
-GRANT = Shape(elements=3)
+GRANT = ReplyBounds(elements=3)
 DEBT = 86_400.0  # seconds of filling; the most that a bucket can be owed, or a forged value can close it for
 
 # ARGV: filled per second, most that it holds, owed, wanted, most that it can be owed. What no bucket can contain, and
@@ -40,13 +40,12 @@ class RedisBuckets:
 
     def __init__(self, settings: RedisSettings, names: bytes, counter: Counter) -> None:
         self._names = names
-        self._server = RedisServer(settings)
-        self._link = Link(self._server, settings.budget, "quota", counter)
+        self._server = RedisEndpoint(settings)
+        self._link = RedisLink(self._server, settings.budget, "quota", counter)
         self.budget = settings.budget
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """There are no reads."""
         return {name: state for name, state in self._link.states.items() if name.endswith("writes")}
 
     async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:
@@ -60,7 +59,7 @@ class RedisBuckets:
 
     def _name(self, tenant: str) -> str:
         digest = hashlib.blake2b(tenant.encode(), key=self._names, digest_size=32, person=b"whippet quota").hexdigest()
-        return CacheKey(Kind.QUOTA, digest[:32], digest[32:]).name
+        return CacheKey(EntryKind.QUOTA, digest[:32], digest[32:]).name
 
 
 def _grant(reply: object) -> Grant:

@@ -1,4 +1,4 @@
-"""What a Redis says of itself when a connection is new, and whether entries can be kept there. Knows no client.
+"""Checks on a new connection whether a Redis can keep entries. Knows no client.
 
 `HELLO 2` needs no right of an ACL user, and gives name and value in turns: mode (standalone, sentinel, cluster), role.
 """
@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 from cache.api import Address
-from cache.store.redis_replies import Shape
+from cache.store.redis_replies import ReplyBounds
 
 log = logging.getLogger(__name__)
 
-GREETING = Shape(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
-AGAIN = 3600.0  # seconds until the same is said again
+GREETING = ReplyBounds(elements=1024, size=1 << 16)  # of the replies to HELLO, which lists modules, and of a sentinel
+AGAIN = 3600.0  # seconds until the same is logged again
 CLUSTER = (
     "redis-url names a Redis Cluster, which is not supported: nothing is cached there. "
     "Name a single Redis, or use sentinels"
@@ -32,27 +32,27 @@ FORBIDDEN = "Redis forbids our user a command or a key that is needed: see the r
 
 
 class UnfitError(Exception):
-    """A server that answers and in which nothing can be kept."""
+    """The server answers but can keep no entries."""
 
 
 class NotMasterError(Exception):
-    """What sentinels named is no master, or not yet."""
+    """The server that sentinels named is no master, or not yet."""
 
 
-def check_hello(reply: object, watched: bool) -> None:
-    """Raises UnfitError and NotMasterError. `watched`: whether sentinels named the server."""
+def check_hello(reply: object, sentinels: bool) -> None:
+    """Raises UnfitError and NotMasterError. `sentinels`: whether they named the server."""
     words = [word for word in reply if isinstance(word, bytes)] if isinstance(reply, list) else []
     says = dict(list(itertools.pairwise(words))[::-1])  # the first of a name counts: modules come last
     if says.get(b"mode") == b"cluster":
         raise UnfitError(CLUSTER)
     if says.get(b"mode") == b"sentinel":
         raise UnfitError(SENTINEL)
-    if watched and says.get(b"role") != b"master":
+    if sentinels and says.get(b"role") != b"master":
         raise NotMasterError
 
 
 def master_address(reply: object) -> Address | None:
-    """Of a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
+    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
     match reply:
         case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
             return Address(host.decode("ascii", "replace"), int(port))
@@ -60,17 +60,17 @@ def master_address(reply: object) -> Address | None:
 
 
 class Complaints:
-    """Says in the log what is wrong for good, each sentence once an hour. Thread-safe."""
+    """Logs permanent faults, each sentence once an hour. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._said: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def about(self, sentence: str) -> None:
         now = self._clock()
         with self._lock:
-            if now - self._said.get(sentence, -AGAIN) < AGAIN:
+            if now - self._logged_at.get(sentence, -AGAIN) < AGAIN:
                 return
-            self._said[sentence] = now
+            self._logged_at[sentence] = now
         log.error("cache: %s", sentence)

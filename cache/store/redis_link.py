@@ -1,4 +1,4 @@
-"""One pool of connections to Redis, its time budget, which cuts every wait, and its breakers."""
+"""Combines a pool of connections to Redis, its time budget, which cuts every wait, and its breakers."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from redis.exceptions import ReadOnlyError, ResponseError
 
 from cache.api import BreakerState, Counter, StoreFault
 from cache.store.breaker import Breaker
-from cache.store.redis_open import Client, RedisServer, close
-from cache.store.redis_replies import HEADER, Shape
+from cache.store.redis_open import Client, RedisEndpoint, close
+from cache.store.redis_replies import HEADER, ReplyBounds
 
 T = TypeVar("T")
 Command = Callable[[Redis], Awaitable[object]]
 
-SHORT = Shape()  # of a reply with a status, a number or a short value
+SHORT = ReplyBounds()  # of a reply with a status, a number or a short value
 STARVED = 0.002  # seconds; a wait shorter than this says nothing about the server
 MEAN = 1 << 16  # bytes per value of a reply with more than two values; few values are as large as the largest
 CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the lookup that began it
 
 
 class NothingSentFault(StoreFault):
-    """The command was not sent: nothing can have come of it."""
+    """The command was not sent, so that it cannot have had an effect."""
 
 
 class OddReply(Exception):
-    """Not the kind of reply that the command has."""
+    pass
 
 
 def reply_as(reply: object, shape: Any) -> Any:
-    """The reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
+    """Returns the reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
     try:
         return msgspec.convert(reply, shape)
     except msgspec.ValidationError:
@@ -42,24 +42,25 @@ def reply_as(reply: object, shape: Any) -> Any:
 
 
 def ignored(reply: object) -> None:
-    """For commands whose reply says nothing but that they were done."""
+    """Accepts replies without information."""
 
 
 def of_another_type(error: Exception) -> bool:
-    """Whether the key holds a list, say, where a string was asked for. That says something about one key, every other
-    error about the server."""
+    """Whether the key holds a list, say, where a string was expected. That concerns one key, every other error the
+    server."""
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
 class Clients:
-    """At most `connections` clients. One whose command was interrupted is closed, never used again: its late answer
-    would be read as that of the next command, and redis-py's own pool loses a connection whose release is cancelled.
+    """Holds at most `connections` clients. One whose command was interrupted is closed, never used again: its late
+    answer would be read as that of the next command, and redis-py's own pool loses a connection whose release is
+    cancelled.
 
     Connecting may take longer than a lookup may wait (TLS, a far server): it continues after the lookup that began it
     has given up.
     """
 
-    def __init__(self, server: RedisServer, wait: float) -> None:
+    def __init__(self, server: RedisEndpoint, wait: float) -> None:
         self._server = server
         self._wait = max(wait, CONNECT)
         self._most = server.settings.connections
@@ -69,7 +70,6 @@ class Clients:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Client]:
-        """A client that nobody else uses in the meantime."""
         async with self._free:
             client = self._idle.pop() if self._idle else await self._connected()
             whole = False
@@ -126,10 +126,10 @@ class Clients:
         return task
 
 
-class Link:
+class RedisLink:
     """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
 
-    def __init__(self, server: RedisServer, budget: float, name: str, counter: Counter) -> None:
+    def __init__(self, server: RedisEndpoint, budget: float, name: str, counter: Counter) -> None:
         self._server = server
         self._clients = Clients(server, budget)
         self._budget = budget
@@ -141,24 +141,23 @@ class Link:
 
     @property
     def states(self) -> dict[str, BreakerState]:
-        """Of the breakers of reads and of writes, by name."""
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
-    def values(self, count: int, more: int = 0) -> Shape:
+    def values(self, count: int, more: int = 0) -> ReplyBounds:
         """Returns the bound of a reply with `count` values and `more` other elements. Two values may have the largest
         stored size; the bound grows by MEAN bytes for each value if there are more than two."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
-        return Shape(1 + count + more, most + HEADER * (1 + count + more))
+        return ReplyBounds(1 + count + more, most + HEADER * (1 + count + more))
 
     async def read(
-        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
         """Runs a command under the breaker of reads. Raises StoreFault, also if the reply is larger than `shape` or
         `parse` refuses it."""
         return await self._run(self._reads, command, parse, within, shape)
 
     async def write(
-        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: Shape = SHORT
+        self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
         """Runs a command under the breaker of writes. Raises StoreFault, also if the reply is larger than `shape` or
         `parse` refuses it."""
@@ -170,7 +169,7 @@ class Link:
         await self._clients.aclose()
 
     async def _run(
-        self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None, shape: Shape
+        self, breaker: Breaker, command: Command, parse: Callable[[object], T], within: float | None, shape: ReplyBounds
     ) -> T:
         budget = self._budget if within is None else min(within, self._budget)
         if self._closed or budget < STARVED:

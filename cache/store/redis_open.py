@@ -1,5 +1,5 @@
-"""New connections to Redis: to a server, or to whichever one sentinels name as master. With `redis_link` the only
-module that depends on how redis-py behaves.
+"""Opens connections to Redis: to a server, or to the master that sentinels name. With `redis_link` the only module that
+depends on how redis-py behaves.
 
 redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried.
 """
@@ -52,8 +52,8 @@ class Client:
 
 
 class _TlsConnection(SSLConnection):
-    """With a context that is there already. redis-py would make one for each connection, on the event loop, and trust
-    the system's authorities beside the one that is named."""
+    """Uses an existing context. redis-py would make one for each connection, on the event loop, and trust the system's
+    authorities beside the configured one."""
 
     def __init__(self, context: ssl.SSLContext, **options: Any) -> None:
         super().__init__(**options)
@@ -61,8 +61,8 @@ class _TlsConnection(SSLConnection):
 
 
 def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Client:
-    """A client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and gives
-    replies as they came."""
+    """Returns a client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and
+    returns replies unconverted."""
     expected = Expected(GREETING)
     options: dict[str, Any] = {
         "host": address.host,
@@ -91,9 +91,9 @@ async def close(client: Client) -> None:
         await client.redis.aclose(close_connection_pool=True)
 
 
-class RedisServer:
-    """Where the entries are. Opens clients for all links of a store. Sentinels are asked for the master when it is not
-    known, or could not be used."""
+class RedisEndpoint:
+    """Opens clients for all links of a store. Sentinels are asked for the master when it is not known, or could not be
+    used."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.settings = settings
@@ -104,8 +104,8 @@ class RedisServer:
         self._asking: set[asyncio.Task[Address | None]] = set()
 
     async def client(self, wait: float) -> Client:
-        """Connected to a server that entries can be kept in. No step of it waits longer than `wait` seconds. Raises
-        what redis-py raises, OSError, UnfitError and NotMasterError."""
+        """Connects to a server that can keep entries. No step of it waits longer than `wait` seconds. Raises what
+        redis-py raises, OSError, UnfitError and NotMasterError."""
         settings = self.settings
         try:
             address = self._master or await self._found(wait)
@@ -122,12 +122,12 @@ class RedisServer:
         return client
 
     def doubt(self) -> None:
-        """The next connection asks for the master again."""
+        """Makes the next connection ask for the master again."""
         if self.settings.sentinels:
             self._master = None
 
     def refused(self, error: Exception) -> None:
-        """Tells the operator, if it is something that only he can change."""
+        """Logs the error, if only the operator can change it."""
         match error:
             case UnfitError():
                 self._complaints.about(str(error))
@@ -137,7 +137,6 @@ class RedisServer:
                 self._complaints.about(FORBIDDEN)
 
     async def aclose(self) -> None:
-        """Waits for what is still asked of sentinels."""
         if self._asking:
             await asyncio.wait(self._asking)
 
@@ -147,10 +146,10 @@ class RedisServer:
         return await asyncio.shield(self._finding)
 
     async def _find(self, wait: float) -> Address:
-        """What the first sentinel says that knows. All are asked at once, since some may be gone or silent; nobody is
-        cancelled, since a connection that is being made would be left open."""
-        login, watched = self.settings.sentinel_login(), self.settings.watched
-        asked = [] if watched is None else [self._ask(one, login, wait) for one in watched.addresses]
+        """Returns the answer of the first sentinel that knows the master. All are asked at once, since some may be gone
+        or silent; none is cancelled, since a connection that is being made would be left open."""
+        login, sentinels = self.settings.sentinel_login(), self.settings.sentinel_servers
+        asked = [] if sentinels is None else [self._ask(one, login, wait) for one in sentinels.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]
         self._asking.update(tasks)
         for task in tasks:

@@ -11,7 +11,7 @@ from redis._parsers.base import AsyncBaseParser
 from redis.exceptions import ConnectionError as ClosedError
 from redis.exceptions import InvalidResponse
 
-from cache.store.redis_replies import ErrorReply, Progress, ReplyReader, ReplyRefusedError, Shape
+from cache.store.redis_replies import ErrorReply, ReplyBounds, ReplyProgress, ReplyReader, ReplyRefusedError
 
 AT_ONCE = 256  # elements parsed before other tasks get the event loop
 
@@ -20,7 +20,7 @@ AT_ONCE = 256  # elements parsed before other tasks get the event loop
 class Expected:
     """Holds the bound on each reply to the command in flight on one connection."""
 
-    shape: Shape
+    shape: ReplyBounds
 
 
 class BoundedParser(AsyncBaseParser):
@@ -57,8 +57,8 @@ class BoundedParser(AsyncBaseParser):
         expects. Raises InvalidResponse if the reply exceeds its bound or is malformed."""
         self._reader.begin(self._expected.shape)
         try:
-            while (progress := self._reader.advance(AT_ONCE)) is not Progress.WHOLE:
-                if progress is Progress.BUSY:
+            while (progress := self._reader.advance(AT_ONCE)) is not ReplyProgress.WHOLE:
+                if progress is ReplyProgress.BUSY:
                     await asyncio.sleep(0)
                 else:
                     self._reader.feed(await self._more())

@@ -2,7 +2,7 @@
 
 A server that is not Redis may announce a list of a billion elements, or a value without an end. Each announced length
 is checked against the bound of the reply before any of it is stored, so that a reply costs no more memory than its
-`Shape` allows, and one call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no
+`ReplyBounds` allows, and one call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no
 connection switches to RESP3.
 """
 
@@ -30,14 +30,14 @@ class ErrorReply:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReplyBounds:
     """Bounds the elements and the bytes of one reply."""
 
     elements: int = 1  # values and lists, nested ones included
     size: int = LINE  # bytes on the wire
 
 
-class Progress(enum.Enum):
+class ReplyProgress(enum.Enum):
     """Reports why `ReplyReader.advance` stopped."""
 
     WHOLE = enum.auto()  # `reply` is complete
@@ -52,7 +52,7 @@ class ReplyReader:
         self._data = bytearray()
         self._at = 0  # index in `_data`; the bytes before were parsed
         self._searched = 0  # index in `_data`; no line ends before it
-        self._shape = Shape()
+        self._shape = ReplyBounds()
         self._elements = self._size = 0  # of the current reply, so far
         self._length: int | None = None  # of the value whose bytes are incomplete
         self._open: list[tuple[list[object], int]] = []  # incomplete lists, outermost first, and their final lengths
@@ -73,7 +73,7 @@ class ReplyReader:
         """Returns the bytes that were fed and not yet parsed."""
         return bytes(self._data[self._at :])
 
-    def begin(self, shape: Shape) -> None:
+    def begin(self, shape: ReplyBounds) -> None:
         """Discards the state of the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
         self._shape = shape
         self._elements = self._size = 0
@@ -88,21 +88,21 @@ class ReplyReader:
             self._at = 0
         self._data += data
 
-    def advance(self, most: int) -> Progress:
+    def advance(self, most: int) -> ReplyProgress:
         """Parses up to `most` elements. Raises ReplyRefusedError."""
         for _ in range(most):
             if self._length is None:
                 line = self._line()
                 if line is None:
-                    return Progress.HUNGRY
+                    return ReplyProgress.HUNGRY
                 whole = self._begun(line)
             else:
                 whole = self._value(self._length)
             if whole is None:
-                return Progress.HUNGRY
+                return ReplyProgress.HUNGRY
             if whole:
-                return Progress.WHOLE
-        return Progress.BUSY
+                return ReplyProgress.WHOLE
+        return ReplyProgress.BUSY
 
     def _line(self) -> bytes | None:
         """Consumes the next line and returns it without its end. Returns None if the line is incomplete."""

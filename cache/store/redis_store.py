@@ -1,4 +1,4 @@
-"""The store that replicas share: plain Redis 7, no modules."""
+"""Implements the store that replicas share: plain Redis 7, no modules."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from cache.api import DIRECTORY_MEMBERS, BreakerState, CacheKey, Counter, DirectoryPage, Kind, RedisSettings, is_name
-from cache.store.redis_link import Command, Link, OddReply, ignored, of_another_type, reply_as
-from cache.store.redis_open import RedisServer
-from cache.store.redis_replies import HEADER, Shape
-from cache.store.writer import Write, WriteQueue
+from cache.api import (
+    DIRECTORY_MEMBERS,
+    BreakerState,
+    CacheKey,
+    Counter,
+    DirectoryPage,
+    EntryKind,
+    RedisSettings,
+    is_name,
+)
+from cache.store.redis_link import Command, OddReply, RedisLink, ignored, of_another_type, reply_as
+from cache.store.redis_open import RedisEndpoint
+from cache.store.redis_replies import HEADER, ReplyBounds
+from cache.store.writer import QueuedWrite, WriteQueue
 
 CLOSE_WITHIN = 1.0
 SCAN_COUNT = 256
@@ -54,30 +63,28 @@ class RedisStore:
         self._settings = settings
         self._members = members  # of a directory; the oldest goes first
         self._counter = counter
-        self.server = RedisServer(settings)
-        self._small = Link(self.server, settings.budget, "small", counter)
-        self._bulk = Link(self.server, settings.write_budget, "bulk", counter)
-        self._admin = Link(self.server, settings.admin_budget, "admin", counter)
+        self.server = RedisEndpoint(settings)
+        self._small = RedisLink(self.server, settings.budget, "small", counter)
+        self._bulk = RedisLink(self.server, settings.write_budget, "bulk", counter)
+        self._admin = RedisLink(self.server, settings.admin_budget, "admin", counter)
         self._queue = WriteQueue(self._flush, settings.queue_items, settings.queue_bytes, counter)
         self._random = random.Random()
 
     @property
     def states(self) -> Mapping[str, BreakerState]:
-        """Of every breaker, by name."""
         return {**self._small.states, **self._bulk.states, **self._admin.states}
 
     @property
     def queued(self) -> int:
-        """Bytes that wait to be written."""
         return self._queue.held
 
     @property
-    def link(self) -> Link:
-        """For leases and streams of single-flight, which are small and urgent too."""
+    def link(self) -> RedisLink:
+        """Returns the link of single-flight's leases and streams, which are small and urgent too."""
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """A key of another type counts as absent."""
+        """Treats a key of another type as absent."""
         if not keys:
             return ()
         names = [key.name for key in keys]
@@ -94,7 +101,7 @@ class RedisStore:
         await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)), ignored)
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """In one round trip. What is of another type is written over."""
+        """Sets in one round trip. A value of another type is replaced."""
         lifetime = self._milliseconds(ttl)
 
         async def command(client: Redis) -> object:
@@ -116,7 +123,7 @@ class RedisStore:
         return bool(await self._bulk.write(lambda client: client.eval(SWAP, *arguments), _number))
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        return self._queue.offer(Write(key, value, ttl, directory))
+        return self._queue.offer(QueuedWrite(key, value, ttl, directory))
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         if not keys:
@@ -124,7 +131,7 @@ class RedisStore:
         names = [key.name for key in keys]
         return await self._bulk.write(lambda client: client.unlink(*names), _number)
 
-    async def scan(self, kind: Kind, partition: str) -> AsyncIterator[CacheKey]:
+    async def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
         """Walks the whole database: for administrators, not for requests. Leaves out names that are none of ours."""
         cursor = 0
         while True:
@@ -166,7 +173,7 @@ class RedisStore:
             await link.aclose()
         await self.server.aclose()
 
-    async def _flush(self, writes: Sequence[Write]) -> None:
+    async def _flush(self, writes: Sequence[QueuedWrite]) -> None:
         async def command(client: Redis) -> object:
             async with client.pipeline(transaction=False) as pipe:
                 for write in writes:
@@ -187,10 +194,10 @@ class RedisStore:
         return max(1, round(1000 * ttl * self._random.uniform(1 - share, 1 + share)))
 
 
-def _listing(count: int) -> Shape:
+def _listing(count: int) -> ReplyBounds:
     """Returns the bound of a reply with a list of `count` names and its surrounding elements. Names of other programs
     may be longer than ours."""
-    return Shape(4 + count, (1 << 16) + count * (NAME + HEADER))
+    return ReplyBounds(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
 def _number(reply: object) -> int:

@@ -1,4 +1,4 @@
-"""The TLS context of connections to Redis."""
+"""Makes the TLS context of connections to Redis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class TlsFiles:
         self._made: tuple[list[Seen], ssl.SSLContext] | None = None
 
     def context(self) -> ssl.SSLContext | None:
-        """For a new connection; None where none is wanted. Raises OSError, of which SSLError is one."""
+        """Returns the context of a new connection; None where none is wanted. Raises OSError, of which SSLError is
+        one."""
         settings = self._settings
         if not settings.where.tls:
             return None

@@ -13,9 +13,7 @@ BATCH = 32  # writes that go in one round trip
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
-    """One queued value."""
-
+class QueuedWrite:
     key: CacheKey
     value: bytes
     ttl: float
@@ -26,23 +24,22 @@ class WriteQueue:
     """Takes a write at once or refuses it. A write that fails is counted and not repeated."""
 
     def __init__(
-        self, flush: Callable[[Sequence[Write]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
+        self, flush: Callable[[Sequence[QueuedWrite]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
     ) -> None:
         self._flush = flush
         self._items = items
         self._max_bytes = max_bytes
         self._counter = counter
-        self._queue: deque[Write] = deque()
+        self._queue: deque[QueuedWrite] = deque()
         self._bytes = 0
         self._task: asyncio.Task[None] | None = None
 
     @property
     def held(self) -> int:
-        """Bytes queued or being written."""
         return self._bytes
 
-    def offer(self, write: Write) -> bool:
-        """False where there is no room. Needs a running loop."""
+    def offer(self, write: QueuedWrite) -> bool:
+        """Returns False where there is no room. Needs a running loop."""
         if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:
             self._counter.count("cache_write_dropped", write.key.kind.name.lower())
             return False

@@ -1,4 +1,4 @@
-"""One engine process and the front's end of the socket to it."""
+"""Wraps one engine process and the front's end of its socket."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Child(asyncio.Protocol):
     async def spawn(
         cls, settings: EngineSettings, on_report: Callable[[Report], None], begun: Begun | None = None
     ) -> Child:
-        """Starts a process, unless one was begun, and tells it what to load, unless it was told."""
+        """Starts a process, unless one was begun, and configures it, unless it was configured."""
         begun = begun or Begun(settings.kind)
         ours, process, mark = begun.take()
         child = cls(process, mark, on_report)
@@ -52,7 +52,7 @@ class Child(asyncio.Protocol):
             ours.close()
             await child.end(grace=0)
             raise
-        if not begun.told:
+        if not begun.configured:
             child.send(configure(settings))
         return child
 
@@ -61,33 +61,31 @@ class Child(asyncio.Protocol):
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Soon, together with whatever else is sent in this turn of the event loop."""
+        """Sends soon, together with all commands of this turn of the event loop."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(command))
 
     def was_heard(self) -> bool:
-        """Whether anything came from it since this was last asked."""
+        """Whether anything arrived from the process since the last call."""
         heard, self._heard = self._heard, False
         return heard
 
     def has_worked(self) -> bool:
-        """Whether it has computed since this was last asked: while it loads it may have nothing to say for long."""
+        """Whether it has computed since the last call: a loading process may send nothing for long."""
         worked = _processor_time(self.pid)
         before, self._worked = self._worked, worked
         return worked is None or worked != before
 
     def kill(self) -> None:
-        """Without asking."""
         self._process.kill()
 
     def abort(self) -> None:
-        """Closes the socket, whatever was to be sent."""
+        """Closes the socket without sending what is queued."""
         if self._transport is not None:
             self._transport.abort()
 
     def last_step(self) -> MarkedStep:
-        """Of a process that has ended: the step that it did not end."""
         return self._mark.read()
 
     async def end(self, grace: float) -> int:
@@ -106,7 +104,7 @@ class Child(asyncio.Protocol):
             code = await self._exit_code(None)
         except asyncio.CancelledError:
             self.kill()
-            await self._exit_code(None)  # nobody else would take it off the kernel's hands
+            await self._exit_code(None)  # otherwise it would stay a zombie
             raise
         return code
 
@@ -141,7 +139,7 @@ class Child(asyncio.Protocol):
             self.closed.set_result(None)
 
     def _rest(self) -> bytes:
-        """What the process had sent before it ended: the event loop reads no more once something could not be sent."""
+        """Reads what the process sent before it ended: the event loop stops reading once a send fails."""
         parts = []
         with contextlib.suppress(OSError):
             while part := self._socket.recv(_CHUNK, socket.MSG_DONTWAIT):
@@ -155,7 +153,7 @@ class Child(asyncio.Protocol):
 
 
 def _processor_time(pid: int) -> float | None:
-    """Seconds that a process and its children that have ended have computed; None where that cannot be told."""
+    """Seconds computed by a process and its ended children; None where the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
@@ -164,7 +162,7 @@ def _processor_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int | None:
-    """How many processes this machine has killed for lack of memory; None where that cannot be told."""
+    """Counts processes that this machine has killed for lack of memory; None where it does not report them."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

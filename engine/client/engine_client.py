@@ -1,7 +1,7 @@
-"""The engine as the front uses it. `supervisor` owns the process, `streams` the requests, `switching` the switches.
+"""Implements the engine for the front. `supervisor` owns the process, `streams` the requests, `switching` the switches.
 
-All of it belongs to one event loop. `cancel` may be called from a `finally`, since nothing here waits but `start`,
-`set_optimization`, `close` and reading a stream.
+All of it belongs to one event loop. `cancel` may be called from a `finally`, since only `start`, `set_optimization`,
+`close` and reading a stream wait.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from engine.api import EngineLoad, EngineState, GenerationRequest, ModelInfo, Reverted
-from engine.client.inbox import Stream
-from engine.client.profiles import Profiles
+from engine.client.inbox import InboxStream
+from engine.client.profiles import PendingProfiles
 from engine.client.streams import Streams
 from engine.client.supervisor import Backoff, Supervisor
 from engine.client.switching import Switching
 from engine.errors import EngineUnavailable, InvalidModel
-from engine.ipc.frames import Profiled, Progress, SetLogLevel, Step, Switched, TurnedBack
+from engine.ipc.frames import LoadProgress, Profiled, SetLogLevel, StepEvents, Switched, TurnedBack
 from engine.ipc.step_mark import MarkedStep
 from engine.launch import Begun
 from engine.settings import EngineSettings, LogLevel
@@ -44,7 +44,7 @@ class EngineClient:
         self._folder, self._digest = settings.model, settings.model_digest
         self._texts = texts
         self._streams = Streams(asyncio.get_running_loop(), self._supervisor.send, stream_buffer)
-        self._profiles = Profiles(self._supervisor.send)
+        self._profiles = PendingProfiles(self._supervisor.send)
         self._progress = on_progress
         self._info: ModelInfo | None = None
         self._replaced = False  # the model's files, by others
@@ -87,7 +87,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine that is not there may still be expected; see `engine.give_up`."""
+        """Whether an absent engine may still be expected; see `engine.give_up`."""
         return self._supervisor.alive
 
     @property
@@ -97,25 +97,24 @@ class EngineClient:
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process, while there is one."""
         return self._supervisor.pid
 
     async def start(self) -> None:
         await self._supervisor.start()
 
     async def ended(self) -> None:
-        """For ever, while the engine is restarted when it dies. Raises what ended that: InvalidModel where the model
-        folder was replaced."""
+        """Never returns while the engine is restarted when it dies. Raises what ended that: InvalidModel where the
+        model folder was replaced."""
         await self._supervisor.ended()
 
-    def submit(self, request: GenerationRequest) -> Stream:
+    def submit(self, request: GenerationRequest) -> InboxStream:
         if self._info is None or self._supervisor.state is not EngineState.READY:
             raise self.unavailable()
         check(request, self._info)
         return self._streams.open(request)
 
     def unavailable(self) -> EngineUnavailable:
-        """What to raise while it is not ready: why, and when to come back."""
+        """Returns the error while the engine is not ready: why, and when to retry."""
         why = f"the engine is {self._supervisor.state}"
         if self._replaced:
             why = "the model's files were replaced; the server has to be started again"
@@ -142,7 +141,6 @@ class EngineClient:
         self._supervisor.kill()
 
     async def close(self) -> None:
-        """Ends what still runs and the process with it."""
         self._closing = True
         self.on_ended()
         await self._supervisor.close()
@@ -174,9 +172,9 @@ class EngineClient:
     def on_death(self, step: MarkedStep | None) -> None:
         info = self._info
         if step is None or info is None:
-            self._streams.acquit()
+            self._streams.clear_crash()
         else:
-            self._streams.judge(step, info.lookahead_tokens + info.max_tokens_per_row, self.unavailable)
+            self._streams.attribute_crash(step, info.lookahead_tokens + info.max_tokens_per_row, self.unavailable)
 
     def on_late(self) -> None:
         self._streams.give_up(self.unavailable)
@@ -185,13 +183,13 @@ class EngineClient:
         self.on_lost()
         self._streams.fail(self.unavailable)
 
-    def on_progress(self, progress: Progress) -> None:
+    def on_progress(self, progress: LoadProgress) -> None:
         if self._progress is not None:
             self._progress(progress.stage, progress.done, progress.total)
 
-    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
+    def on_report(self, report: StepEvents | Switched | TurnedBack | Profiled) -> None:
         match report:
-            case Step():  # first: each step has one
+            case StepEvents():  # first: each step has one
                 if report.load is not None:
                     self._load = report.load
                 self._streams.deliver(report.events, report.keys, report.ids)
@@ -203,7 +201,7 @@ class EngineClient:
                 self._profiles.settle(report)
 
     def _change(self, info: ModelInfo) -> str | None:
-        """What this process has loaded otherwise than the front and the processes before it have."""
+        """Returns what this process loaded differently from the front and earlier processes."""
         known = self._info
         texts = self._texts if known is None else known.texts_digest
         if texts is not None and info.texts_digest != texts:
@@ -214,8 +212,8 @@ class EngineClient:
 
 
 def texts_digest(folder: str) -> str:
-    """Of the files that prompts are made with, to be taken before they are read: the engine process must have found the
-    same. Raises InvalidModel."""
+    """Digests the files that prompts are made with, before they are read: the engine process must find the same. Raises
+    InvalidModel."""
     try:
         return of_texts(Path(folder)) if folder else ""
     except BadFile as error:
@@ -223,7 +221,7 @@ def texts_digest(folder: str) -> str:
 
 
 def check(request: GenerationRequest, info: ModelInfo) -> None:
-    """ValueError for what this model cannot run. A front that validates never meets it."""
+    """Raises ValueError for what this model cannot run. A front that validates never meets it."""
     prompt = request.token_ids
     if not 0 < len(prompt) < info.max_context:
         raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")

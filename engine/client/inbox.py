@@ -1,5 +1,4 @@
-"""One request as the front sees it: what has come for it and was not read yet, under a cap, and the face of that to
-its reader."""
+"""Buffers one request's unread events, under a cap, and presents them to its reader."""
 
 from __future__ import annotations
 
@@ -26,8 +25,6 @@ Send = Callable[[Command], None]
 
 
 class Owner(Protocol):
-    """Who has them all."""
-
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
@@ -36,12 +33,12 @@ class Owner(Protocol):
 
     @property
     def few(self) -> bool:
-        """Whether all of them may be woken at once."""
+        """Whether there are so few streams that all may be woken at once."""
 
-    def wake(self, inbox: Inbox) -> None:
-        """Soon."""
+    def wake(self, inbox: StreamInbox) -> None:
+        pass
 
-    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+    def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
 
 
@@ -49,12 +46,12 @@ _ID = 44  # bytes that an unread id is taken to occupy
 
 
 def _size_of(event: Event) -> int:
-    """The same of an event's log-probabilities."""
     return 12 * sum(1 + len(one.top) for one in (*event.logprobs, *event.prompt_logprobs))
 
 
-class Inbox:
-    """What came for one request. `held` is what the reader was given last and is presumably still at."""
+class StreamInbox:
+    """Holds the events that arrived for one request. `held` is what the reader got last and is presumably still
+    processing."""
 
     __slots__ = (
         "_called",
@@ -106,11 +103,10 @@ class Inbox:
         self._called = False  # its reader will be woken
 
     def batch(self, tokens: int, delay: float) -> None:
-        """See TokenStream.batch."""
         self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
 
     def put_id(self, token_id: int) -> None:
-        """From the engine: a token of which there is nothing else to say."""
+        """Puts a token that the engine sent without further data."""
         self._ids.append(token_id)
         self._queued += _ID
         self.made += 1
@@ -120,7 +116,6 @@ class Inbox:
             self._call()
 
     def put(self, event: Event) -> None:
-        """From the engine."""
         if event.failure is not None:
             self.end(exception_of(event.failure))
             return
@@ -136,7 +131,7 @@ class Inbox:
         self._came()
 
     def _came(self) -> None:
-        """The reader is woken, or will be."""
+        """Wakes the reader, now or soon."""
         if self._queued + self._held > self._cap and not self._paused and self.live:
             self._paused = True
             self.owner.send(Pause(self.key))
@@ -146,31 +141,29 @@ class Inbox:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
 
     def moved(self) -> None:
-        """Another process has it, and begins anew."""
+        """Restarts the buffer, since another process begins the request anew."""
         self._scores_come = 0
 
     def _not_seen(self, event: Event) -> Event:
-        """Without what an earlier process said of the prompt."""
         scores = event.prompt_logprobs[max(0, self._scored - self._scores_come) :]
         self._scores_come += len(event.prompt_logprobs)
         self._scored += len(scores)
         return event._replace(prompt_logprobs=scores)
 
     def end(self, error: EngineError | None) -> None:
-        """Nothing more will come. What came before is read first."""
+        """Ends the stream. Earlier events are read first."""
         self._stop_timer()
         self.live = False
         self._error = error
         self._call()
 
     def drop(self, error: EngineError | None) -> None:
-        """Nobody will read what came."""
         self._ids.clear()
         self._events.clear()
         self.end(error)
 
     async def next(self) -> TokenEvents:
-        """All that is there, as one; waits for something."""
+        """Returns all buffered events as one; waits for the first."""
         self._held = 0
         if self._paused and self._queued <= self._cap // 2:
             self._paused = False
@@ -224,7 +217,8 @@ class Inbox:
 
     @property
     def _ready(self) -> bool:
-        """Whether what is there is worth waking the reader, who alone can end a pause, however few ids it is."""
+        """Whether the buffer is worth waking the reader. Only the reader can end a pause, so a paused request is ready
+        with any number of ids."""
         return self._due or self._paused or not self.live
 
     def _overdue(self) -> None:
@@ -244,29 +238,29 @@ class Inbox:
             return
         if self.owner.few:
             self._waiter = None
-            if not waiter.done():  # nobody has cancelled it
+            if not waiter.done():  # not cancelled
                 waiter.set_result(None)
         else:
             self._called = True
             self.owner.wake(self)
 
     def wake(self) -> None:
-        """In the turn of the event loop that is its reader's."""
+        """Wakes the reader, in its turn of the event loop."""
         self._called = False
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():  # nobody has cancelled it
+        if waiter is not None and not waiter.done():  # not cancelled
             waiter.set_result(None)
 
 
-class Stream:
+class InboxStream:
     """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
 
     __slots__ = ("_inbox",)
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: StreamInbox) -> None:
         self._inbox = inbox
 
-    def __aiter__(self) -> Stream:
+    def __aiter__(self) -> InboxStream:
         return self
 
     def __anext__(self) -> Coroutine[Any, Any, TokenEvents]:
@@ -290,7 +284,6 @@ class Stream:
 
 
 def exception_of(failure: Failure) -> EngineError:
-    """A fresh one."""
     match failure:
         case Failure.DEADLINE:
             return DeadlineExceeded("the deadline passed")

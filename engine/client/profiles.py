@@ -10,12 +10,10 @@ from engine.errors import EngineUnavailable
 from engine.ipc.frames import Command, EndProfile, Profiled, StartProfile
 
 _LONGEST_STEP = 10.0  # seconds; the answer comes after the step in which it is asked for
-_SPARE = 5.0  # seconds that the process goes on where nobody comes back
+_SPARE = 5.0  # seconds that the process goes on where the profile is never ended
 
 
-class Profiles:
-    """Those that are under way."""
-
+class PendingProfiles:
     def __init__(self, send: Callable[[Command], None]) -> None:
         self._send = send
         self._tickets = itertools.count(1)
@@ -35,20 +33,20 @@ class Profiles:
             async with asyncio.timeout(_LONGEST_STEP):
                 return await answer
         except TimeoutError:
-            raise EngineUnavailable(f"the engine said nothing for {_LONGEST_STEP:g} s", _LONGEST_STEP) from None
+            raise EngineUnavailable(f"the engine sent nothing for {_LONGEST_STEP:g} s", _LONGEST_STEP) from None
         finally:
             del self._asked[ticket]
             if not ended:
                 self._send(EndProfile(ticket))
 
     def settle(self, report: Profiled) -> None:
-        """The engine's answer, which nobody may wait for any more."""
+        """Passes the engine's report to its waiter, if that still waits."""
         answer = self._asked.get(report.ticket)
         if answer is not None and not answer.done():
             answer.set_result(report.stacks)
 
     def fail(self, error: Callable[[], EngineUnavailable]) -> None:
-        """The process has gone."""
+        """Fails all waiters, since the process has gone."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())

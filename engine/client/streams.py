@@ -1,5 +1,4 @@
-"""All requests of a front: which process has them, what of them outlives it, and that nothing is left behind in the
-engine once nobody reads."""
+"""Tracks all requests of a front across engine processes, and cancels those without a reader."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from engine.api import Finish, FinishReason, GenerationRequest, Priority
-from engine.client.inbox import Inbox, Send, Stream, exception_of
-from engine.client.suspects import Suspects
+from engine.client.crash_tracker import CrashTracker
+from engine.client.inbox import InboxStream, Send, StreamInbox, exception_of
 from engine.errors import EngineError, Quarantined
 from engine.ipc.events import Event, Failure
 from engine.ipc.frames import Cancel, Submit
@@ -25,45 +24,44 @@ _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as
 
 
 class Streams:
-    """All live requests of one front. Those without a first token outlive the engine process that had them: they are
-    kept for the next one, within their deadlines."""
+    """Holds all live requests of one front. Those without a first token outlive their engine process: they are kept for
+    the next one, within their deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
         self.send = send
         self._cap = cap
         self._keys = itertools.count(1)
-        self._inboxes: dict[int, Inbox] = {}  # that a process has
-        self._kept: dict[int, tuple[Inbox, asyncio.TimerHandle | None]] = {}  # that none has
-        self._lost: dict[int, Inbox] = {}  # that the last one had, until it is known how it died
-        self._leaving: dict[int, Inbox] = {}  # cancelled since the last step, which may yet be at them
-        self._left: dict[int, Inbox] = {}  # and those before it
-        self._suspects = Suspects()
+        self._inboxes: dict[int, StreamInbox] = {}  # that a process has
+        self._kept: dict[int, tuple[StreamInbox, asyncio.TimerHandle | None]] = {}  # that none has
+        self._lost: dict[int, StreamInbox] = {}  # that the last one had, until it is known how it died
+        self._leaving: dict[int, StreamInbox] = {}  # cancelled since the last step, which may yet be at them
+        self._left: dict[int, StreamInbox] = {}  # and those before it
+        self._crashes = CrashTracker()
         self.few = True  # streams, when a step came last
         self._turn = 0  # of the event loop, modulo _TURNS; readers are woken in turn 0
         self._turning = False  # another turn will come
         self._woken = 0  # readers, in this turn
-        self._to_wake = deque[Inbox]()  # in later ones
-        self._to_wake_first = deque[Inbox]()  # before those: nothing was read of them yet, or somebody watches
+        self._to_wake = deque[StreamInbox]()  # in later ones
+        self._to_wake_first = deque[StreamInbox]()  # before those: nothing was read of them yet, or interactive
 
     def __len__(self) -> int:
         return len(self._inboxes) + len(self._kept)
 
     @property
     def quarantines(self) -> int:
-        return self._suspects.quarantines
+        return self._crashes.quarantines
 
-    def open(self, request: GenerationRequest) -> Stream:
+    def open(self, request: GenerationRequest) -> InboxStream:
         """Hands the request to the engine. Raises Quarantined."""
-        solo = self._suspects.solo(request)
-        inbox = Inbox(next(self._keys), request, self, self._cap // request.siblings)
+        solo = self._crashes.solo(request)
+        inbox = StreamInbox(next(self._keys), request, self, self._cap // request.siblings)
         self.send(Submit(inbox.key, request, solo))
         self._inboxes[inbox.key] = inbox
-        return Stream(inbox)
+        return InboxStream(inbox)
 
     def deliver(self, events: list[Event], keys: Sequence[int] = (), ids: Sequence[int] = ()) -> None:
-        """What a step brought: ids alone to those with the keys, then events. What is for streams that were cancelled
-        meanwhile goes nowhere."""
+        """Delivers a step's ids by key, then its events. Those of streams that were cancelled meanwhile are dropped."""
         inboxes = self._inboxes
         self.few = len(inboxes) <= _FEW
         if self._leaving or self._left:
@@ -79,13 +77,13 @@ class Streams:
                 if not inbox.live:
                     del inboxes[event.key]
                     if event.finish is not None:
-                        self._suspects.ended(inbox.request)
+                        self._crashes.ended(inbox.request)
 
-    def wake(self, inbox: Inbox) -> None:
-        """Soon: where there are many, few readers in every fourth turn of the event loop, since each writes a message,
-        and whatever else there is to do, new calls above all, is done between those. Who has no token yet, or is
-        watched, need not wait for such a turn. Where there are few streams nobody waits: turns, and what gRPC does in
-        each, cost a message a tenth of its time."""
+    def wake(self, inbox: StreamInbox) -> None:
+        """Wakes a reader soon. Where there are many, a few readers are woken in every fourth turn of the event loop,
+        since each writes a message, and other work, new calls above all, is done in between. Readers without a token
+        yet and interactive ones need not wait for such a turn. Where there are few streams none waits: turns, and what
+        gRPC does in each, cost a message a tenth of its time."""
         if self.few:
             inbox.wake()
             return
@@ -109,7 +107,7 @@ class Streams:
         if self._turning:
             self.loop.call_soon(self._next_turn)
 
-    def cancel(self, inbox: Inbox, error: EngineError | None) -> None:
+    def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
         """Forgets a stream and what it holds, here and in the engine."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self.send(Cancel(inbox.key))
@@ -126,7 +124,7 @@ class Streams:
         self.give_up(error)
 
     def lose(self, error: Callable[[], EngineError]) -> None:
-        """The process is gone: those that had a token end, the others are kept."""
+        """Handles the loss of the process: streams that had a token end, the others are kept."""
         inboxes, self._inboxes = self._inboxes, {}
         self._lost = {**self._left, **self._leaving, **inboxes}
         self._left, self._leaving = {}, {}
@@ -136,32 +134,33 @@ class Streams:
             else:
                 self._keep(inbox)
 
-    def judge(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
-        """It died of itself, and this is what it was at. Steps begin up to `ahead` tokens before those that came."""
+    def attribute_crash(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
+        """Attributes the process's own crash to the step that it left unfinished. Steps begin up to `ahead` tokens
+        before those that arrived."""
         lost, self._lost = self._lost, {}
         named = [lost[key] for key in step.keys if key in lost]
         if step.alone:
             for inbox in named:
-                self._suspects.died_alone(inbox.request, inbox.made, ahead)
+                self._crashes.died_alone(inbox.request, inbox.made, ahead)
         else:
-            self._suspects.died_together([(inbox.request, inbox.made) for inbox in named], ahead)
+            self._crashes.died_together([(inbox.request, inbox.made) for inbox in named], ahead)
         for inbox in named if step.keys else lost.values():  # outside a step anyone may have to do with it
             inbox.deaths += 1
             if inbox.deaths == _MOST_DEATHS and self._keep_no_more(inbox):
                 inbox.end(error())
 
-    def acquit(self) -> None:
-        """It did not die of anything that it was given."""
+    def clear_crash(self) -> None:
+        """Clears all requests of a death that they did not cause."""
         self._lost = {}
 
     def resume(self) -> None:
-        """There is another process: it gets what was kept, in the old order."""
+        """Submits what was kept to the new process, in the old order."""
         kept, self._kept = self._kept, {}
         for inbox, timer in kept.values():
             if timer is not None:
                 timer.cancel()
             try:
-                solo = self._suspects.solo(inbox.request)
+                solo = self._crashes.solo(inbox.request)
             except Quarantined as error:
                 inbox.end(error)
                 continue
@@ -171,12 +170,11 @@ class Streams:
             self.send(Submit(inbox.key, inbox.request, solo))
 
     def give_up(self, error: Callable[[], EngineError]) -> None:
-        """Ends those that are kept."""
         for inbox, _ in list(self._kept.values()):
             self._keep_no_more(inbox)
             inbox.end(error())
 
-    def _keep(self, inbox: Inbox) -> None:
+    def _keep(self, inbox: StreamInbox) -> None:
         request = inbox.request
         limits = [limit for limit in (request.deadline, request.expires_at) if limit is not None]
         timer = None
@@ -184,15 +182,14 @@ class Streams:
             timer = self.loop.call_later(max(0.0, min(limits) - time.monotonic()), self._expire, inbox)
         self._kept[inbox.key] = inbox, timer
 
-    def _keep_no_more(self, inbox: Inbox) -> bool:
-        """Whether it was kept."""
+    def _keep_no_more(self, inbox: StreamInbox) -> bool:
         kept = self._kept.pop(inbox.key, None)
         if kept is not None and kept[1] is not None:
             kept[1].cancel()
         return kept is not None
 
-    def _expire(self, inbox: Inbox) -> None:
-        """Its time is up while no engine looks at it: it ends as the engine would end it."""
+    def _expire(self, inbox: StreamInbox) -> None:
+        """Ends a kept request whose time is up, as the engine would end it."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()
         if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):

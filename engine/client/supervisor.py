@@ -17,14 +17,14 @@ from engine.client.child import Child, oom_kills
 from engine.errors import EngineError, EngineFailed, InvalidModel, Unsupported
 from engine.ipc.frames import (
     Command,
-    Ping,
+    LoadProgress,
+    LoadRefused,
+    PingEngine,
     Pong,
     Profiled,
-    Progress,
     Ready,
-    Refused,
     Report,
-    Step,
+    StepEvents,
     Switched,
     TurnedBack,
 )
@@ -43,14 +43,12 @@ _STOP_GRACE = 5.0  # seconds, for one that is asked to go
 _EXIT_GRACE = 1.0  # seconds, for one that goes by itself
 _UNKNOWN_LOAD_TIME = 5.0  # seconds, as a retry hint before any load was timed
 _OVERDUE = 0.25  # of the time that loading has taken, as a retry hint when it should be ready by now
-_SPREAD = 1.25  # a hint is up to so many times what is expected, so that callers do not return as one
+_SPREAD = 1.25  # a hint is up to this many times what is expected, so that callers do not return as one
 _LONGEST_HINT = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long to wait before the next start."""
-
     base: float = 0.25  # seconds
     cap: float = 30.0  # seconds
 
@@ -60,36 +58,32 @@ class Backoff:
         return whole * random.uniform(0.5, 1.0)
 
 
-class Listener(Protocol):
-    """Who is told."""
-
+class EngineListener(Protocol):
     def on_ready(self, info: ModelInfo) -> None:
-        """An engine can be used from now on. Raises InvalidModel where it must not be: supervision then ends."""
+        """Reports a usable engine. Raises InvalidModel where it must not be used: supervision then ends."""
 
     def on_lost(self) -> None:
-        """It cannot be used any more, and whatever it had is lost. Another is started."""
+        """Reports that the engine and all its state are lost. Another is started."""
 
     def on_death(self, step: MarkedStep | None) -> None:
-        """It is gone, and this is what it was at; None where it was ended from outside."""
+        """Reports the unfinished step of a dead process; None where it was ended from outside."""
 
     def on_late(self) -> None:
-        """Starts have failed again and again: nobody should wait for the next."""
+        """Reports repeated failures to start: no request should wait for the next."""
 
     def on_ended(self) -> None:
-        """No other is started."""
+        """Reports that no other process is started."""
 
-    def on_progress(self, progress: Progress) -> None:
-        """It is loading."""
+    def on_progress(self, progress: LoadProgress) -> None:
+        pass
 
-    def on_report(self, report: Step | Switched | TurnedBack | Profiled) -> None:
-        """It has said something else."""
+    def on_report(self, report: StepEvents | Switched | TurnedBack | Profiled) -> None:
+        pass
 
 
 class Supervisor:
-    """Keeps one engine process alive."""
-
     def __init__(
-        self, settings: EngineSettings, listener: Listener, backoff: Backoff, begun: Begun | None = None
+        self, settings: EngineSettings, listener: EngineListener, backoff: Backoff, begun: Begun | None = None
     ) -> None:
         """`begun`: the first process."""
         self.state = EngineState.STOPPED
@@ -102,7 +96,7 @@ class Supervisor:
         self._child: Child | None = None
         self._task: asyncio.Task[None] | None = None
         self._refusal: EngineError | None = None
-        self._final: InvalidModel | None = None  # why nobody starts another
+        self._final: InvalidModel | None = None  # why no other process is started
         self._load_time: float | None = None
         self._spawned_at = 0.0
         self._ready_at: float | None = None  # of the present process
@@ -113,8 +107,8 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until it will probably be ready, by what the last load took, and a bit more by chance. If that time
-        is over, a share of what it has taken."""
+        """Returns seconds until it will probably be ready: the last load's time, and a random share of it. If that has
+        passed, a share of the time taken so far."""
         now = time.monotonic()
         under_way = self.state in (EngineState.LOADING, EngineState.RESTARTING)
         begins = max(self._next_spawn, self._spawned_at) if under_way else now
@@ -124,8 +118,8 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine that is not there may still be expected. False once nobody starts another, or none was
-        ready for a minute since two or more have died in `engine.give_up` seconds."""
+        """Whether an absent engine may still be expected. False once restarts have ended, or none was ready for a
+        minute since two or more have died in `engine.give_up` seconds."""
         if self._task is None or self.state is EngineState.READY:
             return True
         give_up = self._settings.give_up
@@ -134,7 +128,6 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the present process."""
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
@@ -150,12 +143,12 @@ class Supervisor:
             await self._task
 
     async def ended(self) -> None:
-        """For ever, while it is kept ready. Raises what ended that."""
+        """Never returns while the process is kept ready. Raises what ended that."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def send(self, command: Command) -> None:
-        """To the present process. Lost where there is none, as it would be with the process."""
+        """Sends to the present process. Lost where there is none, as it would be with the process."""
         if self._child is not None:
             self._child.send(command)
 
@@ -165,7 +158,6 @@ class Supervisor:
             self._child.kill()
 
     async def close(self) -> None:
-        """Ends the process, by asking first."""
         self.state = EngineState.STOPPED
         if self._task is not None:
             self._task.cancel()
@@ -184,16 +176,16 @@ class Supervisor:
             self.restarts += 1
 
     def _unsupervised(self, task: asyncio.Task[None]) -> None:
-        """Nobody starts another process any more: closed, refused, or a fault of ours."""
+        """Handles the end of restarts: closed, refused, or a defect."""
         self.state = EngineState.STOPPED
         if task.cancelled() or task.exception() is None:
             return
-        if not isinstance(task.exception(), EngineError):  # which is told where it is awaited
+        if not isinstance(task.exception(), EngineError):  # which is raised where it is awaited
             _log.critical("the engine is no longer supervised", exc_info=task.exception())
         self._listener.on_ended()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """One process from start to end; how it ended."""
+        """Runs one process from start to end, and returns how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
         short_of_memory = oom_kills()
         begun, self._begun = self._begun, None
@@ -225,19 +217,18 @@ class Supervisor:
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     async def _watch(self, child: Child) -> float | None:
-        """Until the process has closed its socket, or has shown no life for the hang timeout: then, for how long. While
-        it loads, processor time is life as well, for ten times as long.
+        """Waits until the process has closed its socket, or has given no sign of life for the hang timeout: then
+        returns how long. While it loads, processor time counts as life as well, for ten times as long.
 
-        A process that is ready is asked for an answer at every look, whether or not anybody waits for one, so that
-        silence does not depend on who calls. Looks are counted, not seconds, so that an event loop that was itself held
-        up does not take that for a hang.
+        A ready process is pinged at every poll, with or without requests, so that silence does not depend on load.
+        Polls are counted, not seconds, so that an event loop that was itself held up does not mistake that for a hang.
         """
         interval = self._settings.hang_timeout / _LOOKS
         alive_at = heard_at = time.monotonic()
         missed = worked = 0  # looks
         while not child.closed.done():
             if self._ready_at is not None:
-                child.send(Ping())
+                child.send(PingEngine())
             await asyncio.wait([child.closed], timeout=interval)
             if child.was_heard():
                 missed = worked = 0
@@ -257,7 +248,7 @@ class Supervisor:
         return self._ready_at is not None and now - self._ready_at > _STEADY
 
     def _lose(self) -> None:
-        """Tells at once, before the process is quite gone."""
+        """Reports the loss at once, before the process has quite ended."""
         now = time.monotonic()
         if self._steady(now) or not self._deaths:
             self._deaths, self._ill_since = 0, now
@@ -271,7 +262,7 @@ class Supervisor:
             self._listener.on_late()
 
     def _hopeless(self, how: str) -> EngineError | None:
-        """What start() raises, if another attempt is no use."""
+        """Returns the error of start() where another attempt is useless."""
         if self._refusal is not None:
             return self._refusal
         if self._failed_starts < _FIRST_ATTEMPTS:
@@ -281,13 +272,13 @@ class Supervisor:
 
     def _report(self, first: asyncio.Future[None], report: Report) -> None:
         match report:
-            case Step() | Switched() | TurnedBack() | Profiled():
+            case StepEvents() | Switched() | TurnedBack() | Profiled():
                 self._listener.on_report(report)
-            case Progress():
+            case LoadProgress():
                 self._listener.on_progress(report)
             case Ready(info=info):
                 self._ready(first, info)
-            case Refused(kind=kind, message=message):
+            case LoadRefused(kind=kind, message=message):
                 self._refusal = InvalidModel(message) if kind == "invalid_model" else Unsupported(message)
             case Pong():
                 pass  # it was heard

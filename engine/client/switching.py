@@ -1,5 +1,5 @@
-"""The front's half of the engine's switches: what was asked for, what every new process is told, and what was turned
-back."""
+"""Implements the front's half of the engine's switches: what was requested, what a new process gets, and what was
+reverted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from engine.api import TRIAL_STEPS, Reverted
 from engine.errors import EngineError, Unsupported
-from engine.ipc.frames import Command, Switch, Switched
+from engine.ipc.frames import Command, SetSwitch, Switched
 from engine.settings import EngineSettings, switches_of
 
 _log = logging.getLogger(__name__)
 
 
 class Switching:
-    """The switches of one engine, through all of its processes."""
+    """Holds the switches of one engine, through all of its processes."""
 
     def __init__(self, settings: EngineSettings, send: Callable[[Command], None]) -> None:
         self.reverted: dict[str, Reverted] = {}
@@ -27,19 +27,19 @@ class Switching:
         self._first = switches_of(settings)  # what a process starts with
         self._on = dict(self._first)
         self._tickets = itertools.count(1)
-        self._asked: dict[int, tuple[Switch, asyncio.Future[None]]] = {}
+        self._asked: dict[int, tuple[SetSwitch, asyncio.Future[None]]] = {}
         self._trials: dict[str, int] = {}  # the engine's steps when it was changed
 
     async def set(self, name: str, enabled: bool) -> None:
         """Returns when it is set. Raises EngineError."""
-        switch = Switch(next(self._tickets), name, enabled)
+        switch = SetSwitch(next(self._tickets), name, enabled)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._asked[switch.ticket] = switch, answer
         self._send(switch)
         await answer
 
     def settle(self, report: Switched) -> None:
-        """The engine's answer, whether or not somebody still waits for it."""
+        """Passes the engine's answer to its waiter, if that still waits."""
         asked = self._asked.pop(report.ticket, None)
         if asked is None:
             if report.refusal is not None:
@@ -58,20 +58,18 @@ class Switching:
                 answer.set_exception(Unsupported(report.refusal))
 
     def turned_back(self, what: Reverted) -> None:
-        """By the engine process."""
         self._trials.pop(what.name, None)
         self._on[what.name] = what.enabled
         self.reverted[what.name] = what
         self.reverts[what.name] += 1
 
     def tell(self) -> None:
-        """A new process what differs from what it started with."""
         for name, enabled in self._on.items():
             if self._first.get(name) is not enabled:
-                self._send(Switch(next(self._tickets), name, enabled))
+                self._send(SetSwitch(next(self._tickets), name, enabled))
 
     def lost(self, steps: int) -> None:
-        """The process has died after so many steps: what was on trial is turned back, since it may be the reason."""
+        """Reverts what was on trial when the process died after `steps` steps, since it may be the cause."""
         trials, self._trials = self._trials, {}
         for name, since in trials.items():
             if steps - since < TRIAL_STEPS:
@@ -81,7 +79,6 @@ class Switching:
                 self.turned_back(Reverted(name=name, enabled=not self._on[name], reason=reason))
 
     def fail(self, error: Callable[[], EngineError]) -> None:
-        """Whoever waits for an answer."""
         for _, answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())

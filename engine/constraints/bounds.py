@@ -102,7 +102,7 @@ def check_schema(schema: Any) -> None:
         if values > MOST_VALUES:
             raise OutOfBounds(f"has more than {MOST_VALUES} values")
         if depth > MOST_NESTED:
-            raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels) at {_shown(pointer)}")
+            raise OutOfBounds(f"is nested too deep (more than {MOST_NESTED} levels) at {_excerpt(pointer)}")
         if isinstance(value, dict):
             _check_patterns(pointer, value)
             anchors |= {value[name]: pointer for name in _ANCHORS if isinstance(value.get(name), str)}
@@ -111,8 +111,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process was given, and reraises its
-    exception. Raises MemoryError where there is no memory for that stack."""
+    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process has, and reraises its exception.
+    Raises MemoryError where there is no memory for that stack."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -304,10 +304,10 @@ def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
 
 def _check_patterns(pointer: str, value: dict[str, Any]) -> None:
     if isinstance(pattern := value.get("pattern"), str):
-        check_regex(pattern, f" at {_shown(pointer)}/pattern")
+        check_regex(pattern, f" at {_excerpt(pointer)}/pattern")
     if isinstance(patterns := value.get("patternProperties"), dict):
         for name in patterns:
-            check_regex(name, f" at {_shown(pointer)}/patternProperties")
+            check_regex(name, f" at {_excerpt(pointer)}/patternProperties")
 
 
 def _referred(value: dict[str, Any]) -> list[str]:
@@ -323,7 +323,7 @@ def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], refer
         named = anchors.get(reference) or anchors.get(pointer.lstrip("#"))
         known = pointer if pointer in pointers else named
         targets[reference] = (known,) if known else ()
-    found = {one: _Rule(f"at {_shown(one)}") for one in {"#", *anchors.values(), *sum(targets.values(), ())}}
+    found = {one: _Rule(f"at {_excerpt(one)}") for one in {"#", *anchors.values(), *sum(targets.values(), ())}}
     around: dict[str, tuple[tuple[str, int], ...]] = {}  # by pointer: the places of `found` around it, and their depths
     for pointer, depth, value in _walk(schema):
         outside = around.get(pointer.rpartition("/")[0], ())
@@ -336,7 +336,7 @@ def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], refer
     return found
 
 
-def _shown(pointer: str) -> str:
+def _excerpt(pointer: str) -> str:
     return pointer.removeprefix("#")[:200] or "/"
 
 

@@ -16,8 +16,6 @@ PARKED: Final = 10.0  # seconds that a preempted sequence's position in its gram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Holds the bounds of one engine process."""
-
     compiling: float = 4.0  # seconds of processor time, for a grammar and its first mask
     masking: float = 1.0  # likewise, for one mask
     stalled: float = 60.0  # wall-clock seconds without an answer to a command, after which its process is killed

@@ -25,19 +25,19 @@ from engine.constraints.grammars import Grammars
 from engine.constraints.inline import Inline
 from engine.constraints.messages import (
     Advance,
+    Advanced,
     Answer,
     Begin,
     End,
     Failed,
-    Followed,
-    Gone,
     LookAhead,
     Masked,
     MaskedAhead,
+    SequenceEnded,
     TakeBack,
 )
-from engine.constraints.processes import Process, Processes
-from engine.constraints.reasons import Reason
+from engine.constraints.processes import ConstraintProcess, Processes
+from engine.constraints.reasons import ConstraintReason
 from engine.cores import usable_cores
 from engine.errors import EngineFailed
 from engine.scheduling.plan import Admitted, Row, RowEnd, RowResult, StepPlan
@@ -52,7 +52,7 @@ _LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _HeldConstraint:
     """Holds the constraint of a sequence and the last answers of the process that follows it."""
 
     number: int  # names the sequence to its process; never reused, so that no answer is taken for another's
@@ -60,14 +60,14 @@ class _Held:
     stops: tuple[int, ...]
     forcing: bool  # whether tokens that the grammar forces are appended without a step
     ids: list[int]  # of the answer, as they were sent to its process
-    process: Process | None  # None: no constraint can be used, or this one is refused
+    process: ConstraintProcess | None  # None: no constraint can be used, or this one is refused
     masked: int = -1  # number of answer tokens before the one that `mask` is for
     mask: bytearray = field(default_factory=bytearray)
     whole: bool = False  # the answer may end here
     ahead: dict[tuple[int, ...], bytearray] = field(default_factory=dict)  # by draft: the mask of the token after it
     asked_ahead: set[tuple[int, ...]] = field(default_factory=set)
-    followed: Followed | None = None  # the answer to the last Advance
-    failed: Reason | None = None
+    followed: Advanced | None = None  # the answer to the last Advance
+    failed: ConstraintReason | None = None
     overdue: bool = False  # the last wait for `followed` was given up
     late: bool = False  # the last mask that a step wanted did not come in time
     parked_at: float | None = None  # when the sequence gave up its slot
@@ -91,8 +91,8 @@ class Constraints:
             self._processes = Processes(folder, self._budget, self, clock)
         else:
             self._processes = Inline(grammars, self)
-        self._held: dict[int, _Held] = {}  # by the sequence's key
-        self._by_number: dict[int, _Held] = {}
+        self._held: dict[int, _HeldConstraint] = {}  # by the sequence's key
+        self._by_number: dict[int, _HeldConstraint] = {}
         self._numbers = itertools.count(1)
         self._followed: set[int] = set()  # keys of the sequences advanced in this step
         self._waited = 0.0  # seconds in this step
@@ -109,10 +109,10 @@ class Constraints:
     def compiled(self, key: int) -> bool:
         """Returns whether the compile is over. The sequence can then be planned, unless `failure` has a reason."""
         if self._processes.unloadable and key in self._held:
-            self._held[key].failed = Reason.UNMET
+            self._held[key].failed = ConstraintReason.UNMET
         return self._is_ready(self._held[key])
 
-    def failure(self, key: int) -> Reason | None:
+    def failure(self, key: int) -> ConstraintReason | None:
         """Returns why the sequence can never run, or None."""
         return self._held[key].failed
 
@@ -123,13 +123,11 @@ class Constraints:
 
     @property
     def busy(self) -> bool:
-        """Is true while some sequence waits for its mask."""
         return any(not self._is_ready(held) for held in self._held.values())
 
     @property
     def kept(self) -> bool:
-        """Is true while `collect` must be called about every second, so that idle processes end and free their
-        memory."""
+        """Whether `collect` must be called about every second, so that idle processes end and free their memory."""
         return bool(self._processes.live)
 
     @property
@@ -187,7 +185,6 @@ class Constraints:
             self._unpark(lambda held: held.parked_at is not None)
 
     def constrained(self, key: int) -> bool:
-        """Whether that sequence has a constraint."""
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
@@ -216,7 +213,7 @@ class Constraints:
         if held.late:
             held.late = False
             return RowResult((), end=RowEnd.LATE)
-        if held.failed not in (None, Reason.UNMET):
+        if held.failed not in (None, ConstraintReason.UNMET):
             return RowResult((), end=RowEnd.COSTLY)
         sound = held.failed is None and held.whole
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
@@ -250,24 +247,22 @@ class Constraints:
         return results
 
     def close(self) -> None:
-        """Ends the processes and discards all sequences."""
         self._processes.close()
         self._held.clear()
         self._by_number.clear()
 
     # Called by the processes
 
-    def on_answer(self, process: Process, answer: Answer) -> None:
-        """Implements `processes.Listener`."""
+    def on_answer(self, process: ConstraintProcess, answer: Answer) -> None:
         held = self._by_number.get(answer.key)
         if held is None or held.process is not process:
             return
         match answer:
-            case Followed() if held.overdue:  # steps choose the forced tokens: their masks allow no others
+            case Advanced() if held.overdue:  # steps choose the forced tokens: their masks allow no others
                 held.overdue = False
                 if answer.forced:
                     self._processes.ask(process, TakeBack(answer.key, len(answer.forced)))
-            case Followed():
+            case Advanced():
                 held.followed = answer
             case Masked(length=length, mask=mask, whole=whole):
                 held.masked, held.mask, held.whole = length, bytearray(mask), whole
@@ -275,27 +270,29 @@ class Constraints:
                 for size, mask in enumerate(masks, start=1):
                     held.ahead[draft[:size]] = bytearray(mask) or self._blank()
             case Failed(reason=reason):
-                self._fail(held, Reason(reason))
-            case Gone() | MaskedAhead():
+                self._fail(held, ConstraintReason(reason))
+            case SequenceEnded() | MaskedAhead():
                 pass
 
-    def on_end(self, process: Process, culprit: int | None, reason: Reason) -> None:
+    def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
         """Implements `processes.Listener`. Sequences that are not to blame begin anew in another process."""
         for key, held in [*self._held.items()]:
             if held.process is not process or held.failed is not None:
                 continue
-            if held.number == culprit or (culprit is None and reason is Reason.MEMORY):
+            if held.number == culprit or (culprit is None and reason is ConstraintReason.MEMORY):
                 self._fail(held, reason)
                 continue
             self._begin(key, held.constraint, held.stops, held.forcing, held.ids, parked_at=held.parked_at)
 
-    def _fail(self, held: _Held, reason: Reason) -> None:
+    def _fail(self, held: _HeldConstraint, reason: ConstraintReason) -> None:
         counted = any(
             other.process is held.process and other.failed is reason and other.constraint == held.constraint
             for other in self._held.values()
         )
         held.failed = reason
-        if reason is Reason.UNMET or counted:  # sequences of one process that follow one grammar fail together
+        if (
+            reason is ConstraintReason.UNMET or counted
+        ):  # sequences of one process that follow one grammar fail together
             return
         count = self._deaths.add(_name(held.constraint))
         _log.warning("a constraint is too costly (%s), for the %d. time", reason, count)
@@ -316,35 +313,35 @@ class Constraints:
         refused = started and self._deaths.refused(_name(constraint))
         process = self._processes.of(constraint.owner) if started and not refused else None
         number = next(self._numbers)
-        held = self._held[key] = self._by_number[number] = _Held(
+        held = self._held[key] = self._by_number[number] = _HeldConstraint(
             number, constraint, stops, forcing, [*ids], process, parked_at=parked_at
         )
         if process is None:
-            held.failed = Reason.REFUSED if refused else Reason.UNMET
+            held.failed = ConstraintReason.REFUSED if refused else ConstraintReason.UNMET
             return
         process.keys.add(number)
         self._processes.ask(process, Begin(number, constraint.grammar, tuple(ids), stops))
 
     def _admit(self, admitted: Admitted, constraint: Constraint) -> None:
-        said = list(admitted.token_ids[admitted.prompt_length :])
+        answer = list(admitted.token_ids[admitted.prompt_length :])
         forcing = admitted.logprobs is None  # only a step computes log-probabilities
         held = self._held.get(admitted.key)
         if (
             held is not None
             and held.constraint == constraint
             and held.stops == admitted.stopping.stop_token_ids
-            and held.ids == said
+            and held.ids == answer
         ):
             held.parked_at, held.forcing = None, forcing
             return
-        self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, said)
+        self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, answer)
 
-    def _unpark(self, which: Callable[[_Held], bool]) -> None:
+    def _unpark(self, which: Callable[[_HeldConstraint], bool]) -> None:
         """Discards the preempted sequences that `which` selects. Their grammars begin anew when they get a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
-    def _leave(self, held: _Held) -> None:
+    def _leave(self, held: _HeldConstraint) -> None:
         del self._by_number[held.number]
         if held.process is not None and held.number in held.process.keys:
             self._processes.leave(held.process, held.number)
@@ -353,14 +350,14 @@ class Constraints:
 
     # Masks
 
-    def _is_ready(self, held: _Held) -> bool:
+    def _is_ready(self, held: _HeldConstraint) -> bool:
         return held.failed is not None or held.masked == len(held.ids)
 
-    def _trusted(self, held: _Held) -> bool:
+    def _trusted(self, held: _HeldConstraint) -> bool:
         late_at = self._late_at.get(held.constraint.owner)
         return late_at is None or self._clock() - late_at >= DISTRUST
 
-    def _awaited(self, held: _Held, there: Callable[[], bool]) -> bool:
+    def _awaited(self, held: _HeldConstraint, there: Callable[[], bool]) -> bool:
         """Waits until `there()` is true, while the caller is trusted and the step has waiting time left. Returns
         whether `there()` is true."""
         if not there():
@@ -377,7 +374,7 @@ class Constraints:
             self._waited += self._clock() - begun
         return True
 
-    def _mask_behind(self, held: _Held, before: tuple[int, ...]) -> bytearray:
+    def _mask_behind(self, held: _HeldConstraint, before: tuple[int, ...]) -> bytearray:
         if held.failed is not None:
             return self._blank()
         if before not in held.ahead:
@@ -386,7 +383,7 @@ class Constraints:
             return self._blank()
         return held.ahead.get(before) or self._blank()
 
-    def _ask_ahead(self, held: _Held, draft: tuple[int, ...]) -> None:
+    def _ask_ahead(self, held: _HeldConstraint, draft: tuple[int, ...]) -> None:
         if draft not in held.ahead and draft not in held.asked_ahead:
             held.asked_ahead.update(draft[:size] for size in range(1, len(draft) + 1))
             if held.process is not None:
@@ -403,7 +400,7 @@ class Constraints:
             mask = _barred(mask, sequence.stopping.stop_token_ids)
         return any(mask)
 
-    def _advance(self, held: _Held, ids: tuple[int, ...]) -> None:
+    def _advance(self, held: _HeldConstraint, ids: tuple[int, ...]) -> None:
         held.followed = None
         held.ahead.clear()
         held.asked_ahead.clear()
@@ -411,7 +408,7 @@ class Constraints:
         if held.failed is None and held.process is not None:
             self._processes.ask(held.process, Advance(held.number, ids, held.forcing and self._trusted(held)))
 
-    def _with_forced(self, held: _Held, brought: RowResult) -> RowResult:
+    def _with_forced(self, held: _HeldConstraint, brought: RowResult) -> RowResult:
         """Returns the row's result with the tokens that its grammar forces after it, if the process answers in time."""
         self._awaited(held, lambda: held.followed is not None or held.failed is not None)
         if held.followed is None:

@@ -12,8 +12,8 @@ _MOST_COUNTED: Final = 1024  # constraints; beyond that the one whose last death
 
 
 class Deaths:
-    """Says which constraints are refused without another try: those of which MOST_DEATHS processes died, until
-    REFUSED_FOR seconds have passed since the last death. Then counting begins anew."""
+    """Refuses constraints that killed MOST_DEATHS processes, until REFUSED_FOR seconds have passed since the last
+    death. Then counting begins anew."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,7 +29,6 @@ class Deaths:
         return count + 1
 
     def refused(self, name: bytes) -> bool:
-        """Returns whether the constraint is refused now."""
         self._forget()
         count, _ = self._counted.get(name, (0, 0.0))
         return count >= MOST_DEATHS

@@ -13,19 +13,19 @@ from engine.constraints.budget import KEPT, Budget
 from engine.constraints.grammars import Grammars
 from engine.constraints.messages import (
     Advance,
+    Advanced,
     Answer,
     Begin,
     Command,
     End,
     Failed,
-    Followed,
-    Gone,
     LookAhead,
     Masked,
     MaskedAhead,
+    SequenceEnded,
     TakeBack,
 )
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -81,7 +81,7 @@ class Following:
             grammar = grammar or sequence.grammar
         last: Answer | None = None
         for answer in self._do(command):
-            if isinstance(answer, Followed):
+            if isinstance(answer, Advanced):
                 yield answer
             else:
                 last = answer
@@ -89,7 +89,7 @@ class Following:
             after = self._heap()
             self._kept[grammar].bytes = max(0, self._kept[grammar].bytes + after - before)
             self._counted = grammar, after
-        yield from self._bounded(command.key, last or Gone(command.key, 0))
+        yield from self._bounded(command.key, last or SequenceEnded(command.key, 0))
 
     def _correct(self, now: int) -> None:
         """Subtracts what was counted after the last command and has been freed since: the answer itself."""
@@ -103,7 +103,7 @@ class Following:
             return
         sequence = self._live.get(command.key)
         if sequence is None:
-            yield Gone(command.key, 0)
+            yield SequenceEnded(command.key, 0)
             return
         match command:
             case Advance():
@@ -117,19 +117,19 @@ class Following:
                 yield self._masked(command.key, sequence)
             case End():
                 self._forget(command.key)
-                yield Gone(command.key, 0)
+                yield SequenceEnded(command.key, 0)
 
     def _begin(self, command: Begin) -> Answer:
         self._forget(command.key)
         try:
             compiled = self._compiled(command.grammar)
         except OutOfBounds:
-            return self._failed(command.key, Reason.UNMET)
+            return self._failed(command.key, ConstraintReason.UNMET)
         if compiled.matcher.is_error():
-            return self._failed(command.key, Reason.UNMET)
+            return self._failed(command.key, ConstraintReason.UNMET)
         matcher = compiled.matcher.deep_copy()
         if command.ids and not matcher.consume_tokens(list(command.ids)):
-            return self._failed(command.key, Reason.UNMET)
+            return self._failed(command.key, ConstraintReason.UNMET)
         self._live[command.key] = _Sequence(matcher, command.grammar, command.stops, len(command.ids))
         compiled.keys.add(command.key)
         return self._masked(command.key, self._live[command.key])
@@ -144,8 +144,8 @@ class Following:
     def _advance(self, command: Advance, sequence: _Sequence) -> Iterator[Answer]:
         matcher = sequence.matcher
         if not matcher.consume_tokens(list(command.ids)):
-            yield Followed(command.key, False, (), False)
-            yield self._failed(command.key, Reason.UNMET)
+            yield Advanced(command.key, False, (), False)
+            yield self._failed(command.key, ConstraintReason.UNMET)
             return
         forced: tuple[int, ...] = ()
         if command.force and not matcher.is_stopped():
@@ -154,7 +154,7 @@ class Following:
             if forced:
                 matcher.consume_tokens(list(forced))
         sequence.length += len(command.ids) + len(forced)
-        yield Followed(command.key, True, forced, matcher.is_stopped() and not matcher.is_error())
+        yield Advanced(command.key, True, forced, matcher.is_stopped() and not matcher.is_error())
         yield self._masked(command.key, sequence)
 
     def _masked(self, key: int, sequence: _Sequence) -> Answer:
@@ -198,9 +198,9 @@ class Following:
         ended = self._over()
         used = self.used
         for other in ended - {key}:
-            yield Failed(other, Reason.MEMORY, used, False)
+            yield Failed(other, ConstraintReason.MEMORY, used, False)
         if key in ended:
-            yield Failed(key, Reason.MEMORY, used, True)
+            yield Failed(key, ConstraintReason.MEMORY, used, True)
             return
         match answer:
             case Masked(length=length, mask=mask, whole=whole):
@@ -210,7 +210,7 @@ class Following:
             case Failed(reason=reason):
                 yield Failed(key, reason, used, True)
             case _:
-                yield Gone(key, used)
+                yield SequenceEnded(key, used)
 
     def _over(self) -> set[int]:
         """Drops the grammars that exceed a bound, and returns the keys of the sequences that this ends."""
@@ -240,6 +240,6 @@ class Following:
         if sequence is not None and (grammar := self._kept.get(sequence.grammar)) is not None:
             grammar.keys.discard(key)
 
-    def _failed(self, key: int, reason: Reason) -> Answer:
+    def _failed(self, key: int, reason: ConstraintReason) -> Answer:
         self._forget(key)
         return Failed(key, reason, 0, True)

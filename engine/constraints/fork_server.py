@@ -22,16 +22,16 @@ from engine.constraints.budget import Budget
 from engine.constraints.following import Following
 from engine.constraints.forks import MAX_PACKET, ForkServer, confine, die_with_parent
 from engine.constraints.grammars import Grammars
-from engine.constraints.heap import Heap
+from engine.constraints.heap import HeapGauge
 from engine.constraints.messages import (
     Begin,
-    Configure,
-    Ended,
-    Fork,
-    Kill,
-    Loaded,
+    ConfigureConstraints,
+    ForkProcess,
+    KillProcess,
     LookAhead,
-    Unloadable,
+    ProcessEnded,
+    VocabularyLoaded,
+    VocabularyUnloadable,
     command_reader,
     decode_order,
     encode,
@@ -49,38 +49,36 @@ def main() -> None:
     die_with_parent()
     with socket.socket(fileno=given.fd) as engine, contextlib.suppress(BrokenPipeError, ConnectionResetError):
         configure = decode_order(engine.recv(MAX_PACKET))
-        if not isinstance(configure, Configure):
+        if not isinstance(configure, ConfigureConstraints):
             raise TypeError("the first message configures")
         grammars = Grammars(configure.folder)
         try:
             size = len(grammars.matcher("start: /[a-z]*/").compute_bitmask())
         except Exception as error:
-            engine.send(encode(Unloadable(f"{type(error).__name__}: {error}"[:1000])))
+            engine.send(encode(VocabularyUnloadable(f"{type(error).__name__}: {error}"[:1000])))
             return
         gc.collect()
         gc.freeze()  # a collection in a process that was forked would copy every page of it
-        engine.send(encode(Loaded(size)))
-        _Server(engine, grammars, configure).run()
+        engine.send(encode(VocabularyLoaded(size)))
+        _ConstraintForks(engine, grammars, configure).run()
 
 
-class _Server(ForkServer):
-    """Forks processes that follow grammars."""
-
-    def __init__(self, engine: socket.socket, grammars: Grammars, configure: Configure) -> None:
+class _ConstraintForks(ForkServer):
+    def __init__(self, engine: socket.socket, grammars: Grammars, configure: ConfigureConstraints) -> None:
         super().__init__(engine)
         self._grammars = grammars
         self._configure = configure
 
     def obey(self, order: bytes, descriptors: list[int]) -> None:
         match decode_order(order):
-            case Fork(number=number):
+            case ForkProcess(number=number):
                 with socket.socket(fileno=descriptors[0]) as ours:
                     self.fork(number, lambda: self._work(ours))
-            case Kill(number=number):
+            case KillProcess(number=number):
                 self.kill(number)
 
     def ended(self, key: int, code: int) -> bytes:
-        return encode(Ended(key, code))
+        return encode(ProcessEnded(key, code))
 
     def _work(self, ours: socket.socket) -> None:
         # Within one command a grammar may grow by `of_constraint` on top of what may be kept; more ends the process.
@@ -89,9 +87,9 @@ class _Server(ForkServer):
         on_own_stack(lambda: _follow(ours, self._grammars, self._configure))
 
 
-def _follow(engine: socket.socket, grammars: Grammars, configure: Configure) -> None:
+def _follow(engine: socket.socket, grammars: Grammars, configure: ConfigureConstraints) -> None:
     """Executes commands until the engine closes the socket."""
-    heap = Heap()
+    heap = HeapGauge()
     budget = Budget(of_constraint=configure.of_constraint, of_caller=configure.of_caller)
     following = Following(grammars, budget, heap.used, heap.give_back)
     frames = command_reader()

@@ -35,7 +35,7 @@ class ForkServer(ABC):
 
     @abstractmethod
     def obey(self, order: bytes, descriptors: list[int]) -> None:
-        """Executes an order of the parent."""
+        pass
 
     @abstractmethod
     def ended(self, key: int, code: int) -> bytes:

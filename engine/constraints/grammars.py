@@ -38,7 +38,7 @@ class Grammars:
         return LLMatcher(self.vocabulary()[0], grammar, log_level=0, limits=limits())
 
     def vocabulary(self) -> tuple[LLTokenizer, int]:
-        """Returns the vocabulary, and the token whose bit in a mask says that the answer may end there. Raises OSError
+        """Returns the vocabulary, and the token whose bit in a mask means that the answer may end there. Raises OSError
         or ValueError."""
         return self._vocabulary
 

@@ -14,7 +14,7 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS]
 
 
-class Heap:
+class HeapGauge:
     """Measures the heap of this process. glibc since 2.33 reports it exactly; elsewhere resident memory is taken, which
     is more."""
 
@@ -34,6 +34,5 @@ class Heap:
         return int(found.uordblks + found.hblkhd)
 
     def give_back(self) -> None:
-        """Returns free memory to the operating system."""
         if self._trim is not None:
             self._trim(0)

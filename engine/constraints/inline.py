@@ -8,19 +8,19 @@ from collections import deque
 from engine.constraints.budget import Budget
 from engine.constraints.following import Following
 from engine.constraints.grammars import Grammars
-from engine.constraints.heap import Heap
+from engine.constraints.heap import HeapGauge
 from engine.constraints.messages import Answer, Command, answer_reader
-from engine.constraints.processes import Listener, Process
+from engine.constraints.processes import ConstraintProcess, ProcessListener
 
 
 class Inline:
     """Follows the grammars of all callers in this process. `wait` delivers the answers, as `Processes.wait` does."""
 
-    def __init__(self, grammars: Grammars, listener: Listener) -> None:
-        self._following = Following(grammars, Budget(), lambda: 0, Heap().give_back)
+    def __init__(self, grammars: Grammars, listener: ProcessListener) -> None:
+        self._following = Following(grammars, Budget(), lambda: 0, HeapGauge().give_back)
         self._listener = listener
         self._grammars = grammars
-        self._process: Process | None = None
+        self._process: ConstraintProcess | None = None
         self._answers: deque[Answer] = deque()
         self.unloadable = ""
 
@@ -29,20 +29,20 @@ class Inline:
         return len(self._grammars.matcher("").compute_bitmask())
 
     @property
-    def live(self) -> tuple[Process, ...]:
+    def live(self) -> tuple[ConstraintProcess, ...]:
         return ()
 
     def start(self) -> bool:
         return True
 
-    def of(self, owner: str) -> Process:
+    def of(self, owner: str) -> ConstraintProcess:
         if self._process is None:
             import socket
 
-            self._process = Process(1, owner, socket.socket(), answer_reader())
+            self._process = ConstraintProcess(1, owner, socket.socket(), answer_reader())
         return self._process
 
-    def ask(self, process: Process, command: Command) -> None:
+    def ask(self, process: ConstraintProcess, command: Command) -> None:
         self._answers.extend(self._following.obey(command))
 
     def wait(self, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Inline:
     def tidy(self) -> None:
         """Does nothing, since there is no process that could be idle."""
 
-    def leave(self, process: Process, key: int) -> None:
+    def leave(self, process: ConstraintProcess, key: int) -> None:
         process.keys.discard(key)
 
     def close(self) -> None:

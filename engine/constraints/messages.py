@@ -42,13 +42,11 @@ class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Ends the sequence."""
-
     key: int
 
 
-class Followed(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Is the first answer to Advance; `Masked` or `Failed` follows."""
+class Advanced(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First answer to Advance; `Masked` or `Failed` follows."""
 
     key: int
     allowed: bool
@@ -57,7 +55,7 @@ class Followed(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Is the last answer to Begin, Advance and TakeBack."""
+    """Last answer to Begin, Advance and TakeBack."""
 
     key: int
     length: int  # tokens of the answer before the mask's token
@@ -86,14 +84,14 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
     answers: bool  # whether this answers a command
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=5):
+class SequenceEnded(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Answers End, and commands for a sequence that has failed."""
 
     key: int
     used: int
 
 
-class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class ConfigureConstraints(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Configures the fork server, and is the first message to it."""
 
     folder: str  # of the model; empty: tokens are bytes
@@ -103,41 +101,37 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
     of_caller: int
 
 
-class Fork(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class ForkProcess(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Orders a process, whose socket is sent along with this message. Numbers are never reused."""
 
     number: int
 
 
-class Kill(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Orders that a process be killed; `Ended` follows."""
+class KillProcess(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Orders that a process be killed; `ProcessEnded` follows."""
 
     number: int
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Reports that the vocabulary is loaded."""
-
+class VocabularyLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
     mask_bytes: int
 
 
-class Unloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class VocabularyUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Reports that no constraint can be used with this model."""
 
     message: str
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Reports that a process has ended."""
-
+class ProcessEnded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     number: int
     code: int  # exit code, or minus the signal
 
 
 Command = Begin | Advance | LookAhead | TakeBack | End
-Answer = Followed | Masked | MaskedAhead | Failed | Gone
-Order = Configure | Fork | Kill
-News = Loaded | Unloadable | Ended
+Answer = Advanced | Masked | MaskedAhead | Failed | SequenceEnded
+Order = ConfigureConstraints | ForkProcess | KillProcess
+News = VocabularyLoaded | VocabularyUnloadable | ProcessEnded
 
 encode = msgspec.msgpack.Encoder().encode
 decode_order = msgspec.msgpack.Decoder(Order).decode

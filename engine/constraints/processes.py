@@ -22,22 +22,22 @@ from typing import Protocol
 from engine.constraints.budget import Budget
 from engine.constraints.forks import MAX_PACKET, NO_MEMORY
 from engine.constraints.messages import (
+    Advanced,
     Answer,
     Command,
-    Configure,
-    Ended,
-    Followed,
-    Fork,
-    Kill,
-    Loaded,
+    ConfigureConstraints,
+    ForkProcess,
+    KillProcess,
     News,
     Order,
-    Unloadable,
+    ProcessEnded,
+    VocabularyLoaded,
+    VocabularyUnloadable,
     answer_reader,
     decode_news,
     encode,
 )
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 from engine.ipc import framing
 from engine.ipc.framing import FrameError, FrameReader
 
@@ -49,19 +49,17 @@ _ENDS = 5.0  # seconds after which a fork server that does not end is killed
 _BUSY = 4  # sequences in each process of a caller at which the caller gets another process
 
 
-class Listener(Protocol):
-    """Receives the answers and the ends of processes."""
+class ProcessListener(Protocol):
+    def on_answer(self, process: ConstraintProcess, answer: Answer) -> None:
+        pass
 
-    def on_answer(self, process: Process, answer: Answer) -> None:
-        """Handles an answer of a process."""
-
-    def on_end(self, process: Process, culprit: int | None, reason: Reason) -> None:
+    def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
         """Handles the end of a process, with which all its sequences are lost. `culprit` is the sequence whose command
         it was executing, or None."""
 
 
 @dataclass(slots=True, eq=False)
-class Process:
+class ConstraintProcess:
     """Holds the connection to one process, and the commands that it has not answered yet."""
 
     number: int
@@ -74,13 +72,13 @@ class Process:
     used: int = 0  # bytes of its grammars
     left_at: float = 0.0  # when its last sequence ended
     closed: bool = False  # its socket is closed; the fork server reports how it ended
-    verdict: Reason | None = None  # why `Processes` had it killed
+    verdict: ConstraintReason | None = None  # why `Processes` had it killed
 
 
 class Processes:
     """Manages the processes of one engine process. Belongs to one thread."""
 
-    def __init__(self, folder: str, budget: Budget, listener: Listener, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: str, budget: Budget, listener: ProcessListener, clock: Callable[[], float]) -> None:
         self._folder = folder
         self._budget = budget
         self._listener = listener
@@ -89,8 +87,8 @@ class Processes:
         self._news: socket.socket | None = None
         self._stop: weakref.finalize[..., Processes] | None = None
         self._poll = select.poll()
-        self._by_fd: dict[int, Process] = {}
-        self._all: dict[int, Process] = {}  # by number
+        self._by_fd: dict[int, ConstraintProcess] = {}
+        self._all: dict[int, ConstraintProcess] = {}  # by number
         self._last = 0
         self._failed_at = float("-inf")
         self._loaded = False
@@ -98,8 +96,7 @@ class Processes:
         self.unloadable = ""  # why there can be no constraints
 
     @property
-    def live(self) -> tuple[Process, ...]:
-        """Lists the processes that accept commands."""
+    def live(self) -> tuple[ConstraintProcess, ...]:
         return tuple(one for one in self._all.values() if not one.closed)
 
     @property
@@ -112,7 +109,7 @@ class Processes:
         """Lists the fork server's process id; all other processes are its children."""
         return () if self._server is None else (self._server.pid,)
 
-    def of(self, owner: str) -> Process:
+    def of(self, owner: str) -> ConstraintProcess:
         """Returns the process for a new sequence of that caller: the caller's process with the fewest sequences, or a
         new process. Where no more may be started, a caller without one shares the emptiest of all."""
         own = [one for one in self.live if one.owner == owner]
@@ -126,7 +123,7 @@ class Processes:
             return self._fork(owner)
         return least or min(self.live, key=lambda one: len(one.keys))
 
-    def ask(self, process: Process, command: Command) -> None:
+    def ask(self, process: ConstraintProcess, command: Command) -> None:
         """Sends a command. If the process has ended, `on_end` reports that."""
         process.asked.append((command.key, self._clock()))
         process.unsent += framing.encode(command)
@@ -155,28 +152,26 @@ class Processes:
             if not process.keys and not process.asked and now - process.left_at >= self._budget.idle:
                 self.end(process)
             elif process.asked and now - process.asked[0][1] >= self._budget.stalled:
-                self._kill(process, Reason.TIME)
+                self._kill(process, ConstraintReason.TIME)
         while self.used > self._budget.of_all and self.live:
             idle = [one for one in self.live if not one.keys]
             if idle:
                 self.end(min(idle, key=lambda one: one.left_at))
                 continue
-            self._kill(max(self.live, key=lambda one: one.used), Reason.MEMORY)
+            self._kill(max(self.live, key=lambda one: one.used), ConstraintReason.MEMORY)
 
-    def leave(self, process: Process, key: int) -> None:
-        """Removes a sequence from its process."""
+    def leave(self, process: ConstraintProcess, key: int) -> None:
         process.keys.discard(key)
         if not process.keys:
             process.left_at = self._clock()
 
-    def end(self, process: Process) -> None:
+    def end(self, process: ConstraintProcess) -> None:
         """Closes the process's socket, at which the process ends and frees its memory."""
         self._close(process)
         process.used = 0
         process.asked.clear()
 
     def close(self) -> None:
-        """Ends the fork server and all processes."""
         for process in [*self._all.values()]:
             self._close(process)
         self._all.clear()
@@ -208,7 +203,7 @@ class Processes:
         self._news = ours
         self._stop = weakref.finalize(self, _stop, ours, self._server, self._all)
         budget = self._budget
-        configure = Configure(
+        configure = ConfigureConstraints(
             self._folder,
             budget.compiling,
             budget.masking,
@@ -219,16 +214,16 @@ class Processes:
         self._poll.register(ours, select.POLLIN)
         return True
 
-    def _fork(self, owner: str) -> Process:
+    def _fork(self, owner: str) -> ConstraintProcess:
         self._last += 1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        process = Process(self._last, owner, ours, answer_reader(), left_at=self._clock())
+        process = ConstraintProcess(self._last, owner, ours, answer_reader(), left_at=self._clock())
         self._all[process.number] = process
         self._by_fd[ours.fileno()] = process
         self._poll.register(ours, select.POLLIN)
         with theirs:
-            self._order(Fork(process.number), theirs.fileno())
+            self._order(ForkProcess(process.number), theirs.fileno())
         return process
 
     def _order(self, order: Order, *descriptors: int) -> None:
@@ -246,11 +241,11 @@ class Processes:
             data = b""
         news: News | None = decode_news(data) if data else None
         match news:
-            case Loaded(mask_bytes=size):
+            case VocabularyLoaded(mask_bytes=size):
                 self.mask_bytes, self._loaded = size, True
-            case Unloadable(message=message):
+            case VocabularyUnloadable(message=message):
                 self._unloaded(message)
-            case Ended(number=number, code=code):
+            case ProcessEnded(number=number, code=code):
                 self._ended(number, code)
             case None:
                 self._lost()
@@ -265,11 +260,11 @@ class Processes:
         lost = [*self._all.values()]
         self.close()
         for process in lost:
-            self._listener.on_end(process, None, Reason.DIED)
+            self._listener.on_end(process, None, ConstraintReason.DIED)
 
     # Processes
 
-    def _flush(self, process: Process) -> None:
+    def _flush(self, process: ConstraintProcess) -> None:
         if process.closed:
             return
         try:
@@ -282,7 +277,7 @@ class Processes:
         wanted = select.POLLIN | (select.POLLOUT if process.unsent else 0)
         self._poll.modify(process.socket, wanted)
 
-    def _receive(self, process: Process) -> None:
+    def _receive(self, process: ConstraintProcess) -> None:
         try:
             data = process.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -295,10 +290,10 @@ class Processes:
             answers = process.frames.feed(data)
         except FrameError as error:
             _log.error("a process that follows grammars sent a broken message: %s", error)
-            self._kill(process, Reason.DIED)
+            self._kill(process, ConstraintReason.DIED)
             return
         for answer in answers:
-            if not isinstance(answer, Followed):
+            if not isinstance(answer, Advanced):
                 process.used = answer.used
                 if getattr(answer, "answers", True) and process.asked:
                     process.asked.popleft()
@@ -306,13 +301,13 @@ class Processes:
             if process.closed:
                 return
 
-    def _kill(self, process: Process, verdict: Reason) -> None:
+    def _kill(self, process: ConstraintProcess, verdict: ConstraintReason) -> None:
         process.verdict = verdict
         process.used = 0
-        self._order(Kill(process.number))
+        self._order(KillProcess(process.number))
         self._close(process)
 
-    def _close(self, process: Process) -> None:
+    def _close(self, process: ConstraintProcess) -> None:
         if process.closed:
             return
         process.closed = True
@@ -334,7 +329,7 @@ class Processes:
         self._listener.on_end(process, culprit, reason)
 
 
-def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[int, Process]) -> None:
+def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[int, ConstraintProcess]) -> None:
     """Closes all sockets and waits for the fork server, which ends with its socket, as its children end with it."""
     news.close()
     for process in processes.values():
@@ -346,10 +341,10 @@ def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[
         server.wait()
 
 
-def _reason(code: int) -> Reason:
+def _reason(code: int) -> ConstraintReason:
     if code == -signal.SIGPROF:
-        return Reason.TIME
-    return Reason.MEMORY if code in (NO_MEMORY, -signal.SIGABRT) else Reason.DIED
+        return ConstraintReason.TIME
+    return ConstraintReason.MEMORY if code in (NO_MEMORY, -signal.SIGABRT) else ConstraintReason.DIED
 
 
 def _launch(fd: int) -> subprocess.Popen[bytes]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 
 
-class Reason(enum.StrEnum):
-    """Says why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
+class ConstraintReason(enum.StrEnum):
+    """Reason why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
     costs."""
 
     UNMET = "unmet"  # no token is left, or the grammar cannot be used with this model

@@ -1,4 +1,4 @@
-"""The vocabulary as grammars see it: the bytes of every token, and how a text is cut into tokens."""
+"""Reads a vocabulary for grammars: the bytes of every token, and how a text is cut into tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Bytes:
 
 def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
     """Reads the vocabulary of a model folder or GGUF file, or that of plain bytes where `folder` is empty. The second
-    value is the token whose bit in a mask says that the answer may end. Takes about a second for large vocabularies.
+    value is the token whose bit in a mask means that the answer may end. Takes about a second for large vocabularies.
     Raises OSError or ValueError."""
     from llguidance import LLTokenizer, TokenizerWrapper
 

@@ -1,4 +1,5 @@
-"""An engine without torch and weights, deterministic, which holds the scheduler to its plans. For tests and benches."""
+"""Implements a deterministic engine without torch and weights, which checks the scheduler's plans. For tests and
+benches."""
 
 from engine.fake.runner import FakeRunner, Fault, plain_request
 

@@ -1,4 +1,4 @@
-"""Any runner, its plans and results held to the rules."""
+"""Checks the plans and results of any runner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.scheduling.plan import Assignment, Runner, StepPlan, StepResult
 
 
 class CheckedRunner:
-    """A `Runner` before another. Raises BrokenPlan before the other gets a plan that breaks a rule."""
+    """Wraps a `Runner`. Raises BrokenPlan before the runner gets a plan that breaks a rule."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""Holds plans and results to their rules, without a device: what each slot's sequence was said to be, which of its
-tokens are computed, and who wrote which page.
+"""Checks plans and results without a device: what each slot's sequence is, which of its tokens are computed, and which
+sequence wrote which page.
 
 A plan that reads what was not computed, or was overwritten, is refused. A full page holds a digest of all tokens up to
-its end, so that a sequence which begins with the work of others is held to it.
+its end, so that a sequence which begins with shared pages is checked as well.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ FOREIGN = -1  # instead of a digest: what is in this page came from elsewhere, a
 
 
 class BrokenPlan(Exception):
-    """A plan asks for what cannot be computed right, or a result is not what was asked for."""
+    """A plan cannot be computed right, or a result does not match its plan."""
 
 
 class Computed:
-    """What is computed of the sequence that holds a slot."""
-
     __slots__ = ("count", "digest", "digested", "distinct", "overwritten", "stamp", "state", "written")
 
     def __init__(self, state: SequenceState, stamp: int) -> None:
@@ -40,7 +38,7 @@ class Computed:
 
 
 class PlanChecker:
-    """Judges a plan row by row as it is done, then what it brought. Everything raises BrokenPlan."""
+    """Checks a plan row by row as it is done, then its results. Everything raises BrokenPlan."""
 
     def __init__(self, total_pages: int, slots: int) -> None:
         self.full: list[int | None] = [None] * total_pages  # digest of all tokens up to a full page's end
@@ -52,7 +50,6 @@ class PlanChecker:
         self._readers: dict[int, list[Computed]] = {}  # page → who begins with it without having written it
 
     def begin(self, plan: StepPlan) -> None:
-        """Takes in who gave up a slot and who got one."""
         for released in plan.released:
             self._release(released)
         for admitted in plan.admitted:
@@ -61,10 +58,9 @@ class PlanChecker:
             raise BrokenPlan("two rows share a slot")
 
     def feed(self, row: Row) -> Computed:
-        """The row's tokens are computed from here on."""
         held = self._held.get(row.slot)
         if held is None:
-            raise BrokenPlan(f"nobody was admitted to slot {row.slot}")
+            raise BrokenPlan(f"no sequence was admitted to slot {row.slot}")
         if held.state.key != row.key:
             raise BrokenPlan(f"slot {row.slot} is held by sequence {held.state.key}, not by {row.key}")
         if row.pages:
@@ -79,7 +75,7 @@ class PlanChecker:
         return held
 
     def brought(self, row: Row, held: Computed, result: RowResult) -> None:
-        """What a row that samples brought counts as part of its sequence."""
+        """Adds the results of a row that samples to its sequence."""
         if result.end is RowEnd.LATE:
             self._take_back_one(held)
             return
@@ -99,7 +95,7 @@ class PlanChecker:
         held.digested = held.count
 
     def result(self, plan: StepPlan, result: StepResult) -> None:
-        """`brought` for all rows, in front of a runner that is not the fake one."""
+        """Calls `brought` for all rows, for runners other than the fake one."""
         if result.rows.keys() != {row.key for row in plan.rows if row.sample or row.score}:
             raise BrokenPlan("results came for other rows than those that sample or score")
         for row in plan.rows:
@@ -109,7 +105,7 @@ class PlanChecker:
                 self.brought(row, self._held[row.slot], result.rows[row.key])
 
     def _scores(self, row: Row) -> int:
-        """How many log-probabilities of the prompt a row brings."""
+        """Returns how many of the prompt's log-probabilities a row returns."""
         return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
@@ -131,7 +127,6 @@ class PlanChecker:
         held.count, held.written = position, digest
 
     def filled(self, page: int, digest: int | None) -> None:
-        """Someone outside the steps wrote a page."""
         if self._writers[page] in self._stamped:
             self._stamped[self._writers[page]].overwritten = True
         for reader in self._readers.pop(page, ()):
@@ -140,7 +135,7 @@ class PlanChecker:
         self.full[page] = digest
 
     def in_place(self, row: Row) -> int:
-        """How many tokens before the row's first are computed in the pages that it will have. Changes nothing."""
+        """Returns how many tokens before the row's first are computed in its pages. Changes nothing."""
         held = self._held[row.slot]
         pages = [*held.state.pages[: row.first_page], *row.pages] if row.pages else held.state.pages
         count, digest = held.count, held.written

@@ -1,13 +1,13 @@
-"""The engine that needs no torch and no weights: for tests and for measuring what is around it.
+"""Runs steps without torch and weights: for tests and for measuring what is around the engine.
 
 Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 256 entries of vocabulary they are
 printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
 first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
 
-Of several ids a step, all but the first count as guesses that were right.
+Of several ids a step, all but the first count as accepted drafts.
 
-It holds the scheduler to its plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n)
-breaks once n ids have been generated.
+It checks the scheduler's plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks
+once n ids have been generated.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SWITCHES = tuple(one.name for one in dataclasses.fields(ExecutionSwitches) if o
 
 
 class Fault(enum.IntEnum):
-    """Second token of a prompt that breaks things."""
+    """Second token of a prompt that causes a fault."""
 
     RAISE = 1  # the step raises
     SICK_ROW = 2  # this row comes back without ids, as for logits that are not finite
@@ -50,7 +50,7 @@ class Fault(enum.IntEnum):
 
 
 def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
-    """A greedy request without stops, of now, for those who try the engine; `changes` are further fields of it."""
+    """Returns a greedy request without stops, of now; `changes` are further fields."""
     plain = GenerationRequest(
         request_id="",
         token_ids=token_ids,
@@ -62,8 +62,6 @@ def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: A
 
 
 class FakeRunner:
-    """Implements engine.scheduling.plan.Runner."""
-
     def __init__(self, settings: EngineSettings, constraints: Constraints | None = None) -> None:
         fake = settings.fake
         self._constraints = constraints or Constraints(settings.model)
@@ -150,7 +148,7 @@ class FakeRunner:
         return result
 
     def _is_plain(self, state: SequenceState) -> bool:
-        """Whether nothing but the next id is wanted of it."""
+        """Whether only the next id is wanted of it."""
         if state.stopping.stop_token_ids or state.logprobs is not None:
             return False
         return not self._fake.faults or state.token_ids[0] != 0
@@ -177,7 +175,7 @@ class FakeRunner:
         return RowResult(tuple(drawn), tuple(logprobs), count - 1, count - 1)
 
     def _allowed(self, row: Row, held: Computed) -> RowResult:
-        """One id that the sequence's constraint allows, and those that it forces then."""
+        """Returns one id that the sequence's constraint allows, and those that it then forces."""
         mask, vocabulary = int.from_bytes(self._constraints.mask(row.key), "little"), self._info.vocab_size
         allowed = [token_id for token_id in range(vocabulary) if mask >> token_id & 1]
         if not allowed:
@@ -190,7 +188,7 @@ class FakeRunner:
         return self._constraints.follow((row,), {row.key: chosen})[row.key]
 
     def _choose(self, state: SequenceState, index: int, bits: int) -> int:
-        """The id at position `index` of the output."""
+        """Returns the id at position `index` of the output."""
         stops = state.stopping.stop_token_ids
         place = bits % len(self._ids)
         if not stops:
@@ -207,13 +205,12 @@ class FakeRunner:
         return TokenLogprob(logprob, tuple((other, logprob - rank / 8) for rank, other in enumerate(top)))
 
     def _scores(self, row: Row, state: SequenceState) -> tuple[TokenLogprob, ...]:
-        """Of the prompt's tokens behind those of the row."""
         ids = state.token_ids[row.start : min(row.start + row.count + 1, state.prompt_length)]
         count = state.prompt_logprobs or 0
         return tuple(self._logprob(after, count, before * FACTOR + after) for before, after in pairwise(ids))
 
     def _breaks(self, state: SequenceState) -> bool:
-        """Breaks as the prompt says; True where only this row is to break."""
+        """Causes the prompt's fault; True where only this row fails."""
         first, fault, after = (*state.token_ids[: min(3, state.prompt_length)], 0, 0)[:3]
         if not self._fake.faults or first != 0 or state.output_length < after:
             return False
@@ -235,8 +232,8 @@ class FakeRunner:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch names the lack of memory."""
+    """Has the name of torch's error for lack of memory."""
 
 
 class AcceleratorError(RuntimeError):
-    """Named as torch names the loss of a device."""
+    """Has the name of torch's error for a lost device."""

@@ -1,4 +1,4 @@
-"""When an id was made, written into it: `fake.stamps`, for measuring the way from the engine to the client.
+"""Stamps an id with its time of generation: `fake.stamps`, for measuring the way from the engine to the client.
 
 A stamp is microseconds of `time.monotonic`, modulo MODULUS, in the place of a token id: the first of the top
 log-probabilities of each id that has any.
@@ -15,11 +15,9 @@ MODULUS = 1 << 31
 
 
 def stamp() -> int:
-    """Now."""
     return time.monotonic_ns() // 1000 % MODULUS
 
 
 def stamped(result: StepResult) -> StepResult:
-    """The result of a step that ends now."""
     mark = (TokenLogprob(0.0, ((stamp(), 0.0),)),)
     return StepResult({key: RowResult(row.token_ids, mark * len(row.logprobs)) for key, row in result.rows.items()})

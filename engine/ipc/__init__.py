@@ -1,1 +1,1 @@
-"""The socket between front and engine process: its frames, and the events that they carry."""
+"""Defines the socket between front and engine process: its frames and events."""

@@ -1,5 +1,5 @@
-"""What the engine loop tells the front about one sequence after one step. Named tuples, since they are made by the
-ten thousand a second and travel as arrays."""
+"""Defines what the engine loop reports of one sequence after one step. Named tuples, since they are made by the ten
+thousand a second and travel as arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.api import Finish, Start, TokenLogprob
 
 
 class Failure(enum.StrEnum):
-    """How a sequence ended badly. Each has its exception in `engine.errors`."""
+    """Reason of a sequence's failure. Each has its exception in `engine.errors`."""
 
     DEADLINE = "deadline"
     STEP = "step"
@@ -20,8 +20,6 @@ class Failure(enum.StrEnum):
 
 
 class Event(NamedTuple):
-    """New ids of a sequence, its end, or both."""
-
     key: int
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()

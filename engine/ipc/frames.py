@@ -16,21 +16,20 @@ from engine.settings import EngineSettings, LogLevel
 FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 
 
-class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First to the engine: what to load, and which folders of made code its environment names, which may be others
-    than at its start."""
+class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First frame to the engine: what to load, and the folders of made code that its environment names, which may
+    differ from those at its start."""
 
     settings: EngineSettings
     folders: dict[str, str] = {}
 
 
-def configure(settings: EngineSettings) -> Configure:
-    """With the folders that this process's environment names."""
-    return Configure(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
+def configure(settings: EngineSettings) -> ConfigureEngine:
+    return ConfigureEngine(settings, {name: os.environ[name] for name in FOLDERS if name in os.environ})
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A sequence to generate. Keys are never used again in the life of a process.
+    """Submits a sequence. Keys are never reused in the life of a process.
 
     A step that begins with at least solo[0] and fewer than solo[1] tokens of output is run for it alone.
     """
@@ -41,25 +40,21 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Nobody reads this sequence any more. No answer."""
+    """Cancels a sequence that has no reader any more. No answer."""
 
     key: int
 
 
 class Pause(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The reader of this sequence is behind."""
-
     key: int
 
 
 class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The reader has caught up."""
-
     key: int
 
 
-class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Turn an optimisation on or off. `Switched` with the same ticket answers."""
+class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Turns an optimisation on or off. `Switched` with the same ticket answers."""
 
     ticket: int
     name: str
@@ -67,51 +62,47 @@ class Switch(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """What the engine process logs from now on. No answer."""
+    """Sets the engine process's log level. No answer."""
 
     level: LogLevel
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Say something. `Pong` answers, after everything that was sent before has been obeyed."""
+class PingEngine(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Asks for `Pong`, which is sent once all earlier frames have been obeyed."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Look at the stacks of this process, so many seconds at most. No answer."""
+    """Samples the stacks of this process for `seconds` at most. No answer."""
 
     ticket: int
     seconds: float
 
 
 class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Stop looking. `Profiled` with the same ticket answers."""
+    """Ends sampling. `Profiled` with the same ticket answers."""
 
     ticket: int
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """How far loading is."""
-
+class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag=1):
     stage: str
     done: int
     total: int
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Loaded; sequences may come."""
-
     info: ModelInfo
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """It will never be ready with these settings. The process ends."""
+class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Reports that the engine will never be ready with these settings. The process ends."""
 
     kind: Literal["invalid_model", "unsupported"]
     message: str
 
 
-class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """All that a step brought to all sequences; now and then how busy the engine is.
+class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Carries the events of a step, and occasionally the load.
 
     Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`.
     """
@@ -123,7 +114,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The switch is in force, or why not."""
+    """Reports that the switch is in force, or why not."""
 
     ticket: int
     refusal: str | None
@@ -131,25 +122,34 @@ class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """The engine took a switch back by itself."""
-
     what: Reverted
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The loop goes round. Nothing else sends it, so that it is no proof of life of a step that never ends."""
+    """Proves that the loop runs. Nothing else sends it, so that a step that never ends gives no such proof."""
 
 
 class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """What was seen, in the form of `engine.stacks`."""
+    """Carries a profile in the form of `engine.stacks`."""
 
     ticket: int
     stacks: str
 
 
 # front → engine
-Command = Configure | Submit | Cancel | Pause | Resume | Switch | SetLogLevel | Ping | StartProfile | EndProfile
-Report = Progress | Ready | Refused | Step | Switched | TurnedBack | Pong | Profiled  # engine → front
+Command = (
+    ConfigureEngine
+    | Submit
+    | Cancel
+    | Pause
+    | Resume
+    | SetSwitch
+    | SetLogLevel
+    | PingEngine
+    | StartProfile
+    | EndProfile
+)
+Report = LoadProgress | Ready | LoadRefused | StepEvents | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 
 def _as_path(kind: type, value: Any) -> Path:
@@ -161,8 +161,8 @@ def _as_path(kind: type, value: Any) -> Path:
 _NOTHING_ELSE = Event(0, ())[2:]
 
 
-def packed(events: list[Event], load: EngineLoad | None) -> Step:
-    """The frame of a step. Of events of one sequence the order is kept."""
+def packed(events: list[Event], load: EngineLoad | None) -> StepEvents:
+    """Packs the frame of a step. Events of one sequence keep their order."""
     keys: list[int] = []
     ids: list[int] = []
     others: list[Event] = []
@@ -174,14 +174,12 @@ def packed(events: list[Event], load: EngineLoad | None) -> Step:
         else:
             with_others.add(event[0])
             others.append(event)
-    return Step(others, load, keys, ids)
+    return StepEvents(others, load, keys, ids)
 
 
 def command_reader() -> FrameReader[Command]:
-    """What the engine process reads with."""
     return FrameReader(msgspec.msgpack.Decoder(Command, dec_hook=_as_path))
 
 
 def report_reader() -> FrameReader[Report]:
-    """What the front reads with."""
     return FrameReader(msgspec.msgpack.Decoder(Report))

@@ -17,7 +17,6 @@ class FrameError(Exception):
 
 
 def _as_text(value: Any) -> str:
-    """Encodes the paths in settings."""
     if isinstance(value, Path):
         return str(value)
     raise NotImplementedError(type(value))
@@ -68,7 +67,7 @@ class FrameReader(Generic[_Message]):
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int:
-    """Where the frame at `start` ends; beyond the data where not even its length has come."""
+    """Returns where the frame at `start` ends; beyond the data where its length is incomplete."""
     if len(data) - start < _HEADER:
         return start + _HEADER + len(data)
     length = int.from_bytes(data[start : start + _HEADER], "big")

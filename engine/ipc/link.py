@@ -1,4 +1,4 @@
-"""The engine process's end of the socket to the front."""
+"""Implements the engine process's end of the socket to the front."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.ipc.framing import encode
 _CHUNK = 256 * 1024  # bytes
 
 
-class Link:
+class EngineLink:
     """Sends by blocking, since an engine need not run ahead of a front that does not read. Receives by asking."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -26,7 +26,8 @@ class Link:
         self._socket.sendall(encode(report))
 
     def receive(self, timeout: float | None) -> list[Command]:
-        """What has come; waits `timeout` seconds for it, None for ever. EOFError where the front has gone."""
+        """Returns the commands that have arrived; waits `timeout` seconds for one, None forever. EOFError where the
+        front has gone."""
         if timeout != 0 and not self._poll.poll(None if timeout is None else max(1, round(timeout * 1000))):
             return []
         try:

@@ -13,7 +13,7 @@ from engine.kernels.linear import CHAIN
 PAGE = 16
 MAX_SHARED = 8  # query heads a block serves of one key-value head
 SPLITS = 16  # of a context, at most
-SINGLE_PAGES = 8  # a context of so many pages is not split
+SINGLE_PAGES = 8  # a context of this many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
 PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read into registers
 SLOTS = 2  # pages of each warp that are copied into shared memory ahead, of bfloat16; twice as many of fp8
@@ -104,7 +104,7 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
 
 
 def most_splits(tokens: int) -> int:
-    """Into how many parts the kernel splits a context of so many tokens or fewer, at most."""
+    """Returns the most parts into which the kernel splits a context of up to `tokens` tokens."""
     pages = -(-tokens // PAGE)
     return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 

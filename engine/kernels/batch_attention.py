@@ -56,7 +56,6 @@ class Grid:
 
     @property
     def units(self) -> int:
-        """Warps in all."""
         return self.blocks * self.warps
 
 
@@ -77,7 +76,7 @@ def grid(heads: Heads, gpu: GpuShape) -> Grid:
 
 
 def stage_bytes(heads: Heads, each: int) -> int:
-    """Of a page's keys and values of one head, which have so many bytes."""
+    """Size of a page's keys and values of one head."""
     return 2 * PAGE * heads.dim * each
 
 
@@ -87,7 +86,6 @@ def subgroups(heads: Heads) -> int:
 
 
 def workspace(heads: Heads, rows: int, shape: Grid, device: torch.device) -> Workspace:
-    """For so many rows at most."""
     if rows > MOST_ROWS:
         raise ValueError(f"{rows} rows, a plan has {MOST_ROWS} at most")
     served = -(-(heads.queries // heads.keys) // subgroups(heads))

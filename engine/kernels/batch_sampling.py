@@ -35,12 +35,12 @@ class Tables:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of biases and marks; 0 where there are none."""
+        """Addresses of biases and marks; 0 where there are none."""
         bias, marks = (0 if one is None else one.data_ptr() for one in (self.bias, self.marks))
         return bias, marks
 
     def words(self) -> list[int]:
-        """What `fill` is told."""
+        """Returns the words that `fill` reads."""
         ids = [token for token, _ in self.biases]
         values = [value for _, value in self.biases]
         return [
@@ -55,7 +55,7 @@ class Tables:
 
 
 def fill(library: Kernels, vocabulary: int, told: torch.Tensor, rows: int) -> Launch:
-    """The tables of so many rows. told int32: where each row's words begin, then all of them."""
+    """Fills the tables of `rows` rows. `told` int32: where each row's words begin, then all of them."""
     kernel = library.kernel("batch_sampling", "fill", _defines(vocabulary, torch.float32))
     return prepare(kernel, Shape((-(-vocabulary // _SHARE), rows, 1), _THREADS), {"told": told}).alone()
 

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """A source does not compile here; says which and what the compiler said."""
+    """A source does not compile here; the text names it and has the compiler's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,6 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A loaded kernel."""
-
     name: str
     parameters: tuple[Parameter, ...]
     handle: Any  # cuda.core's
@@ -169,7 +167,7 @@ class CubinCache:
     compiler: str  # name and version
     compile: CompileFunction
     prebuilt: tuple[Path, ...] = ()  # looked at first, never written
-    _missed: Event = field(default_factory=Event)  # that something was not there has been said
+    _missed: Event = field(default_factory=Event)  # a missing file was already reported
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
         """The cubin of a source file; compiled once, then read. Raises BuildError."""
@@ -237,7 +235,6 @@ class WantedKernels:
         self._parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """As `Kernels`."""
         definitions = tuple(sorted(defines.items()))
         found = self._given.get((name, entry, definitions))
         if found is None:
@@ -271,7 +268,8 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Of a source that is compiled ahead, once it is; else compiled here. Raises BuildError, which names it."""
+        """Loads a source that is compiled ahead, once it is; else compiles it here. Raises BuildError, which names
+        it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()

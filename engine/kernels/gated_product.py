@@ -22,7 +22,7 @@ _LEAST_USE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class GatedDivision:
     """How a product is spread over blocks."""
 
     tile: int  # rows of a block
@@ -36,7 +36,7 @@ class Division:
         return self.stages * _stage_bytes(self.tile) + _RESULTS
 
 
-def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> Division:
+def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> GatedDivision:
     """Into the tiles whose waves take the least."""
 
     def cost(tile: int) -> int:
@@ -45,16 +45,15 @@ def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> Division:
     return division(min(TILES, key=cost), tokens, half, gpu)
 
 
-def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> Division:
-    """Into tiles of so many rows."""
+def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> GatedDivision:
+    """Divides a product into tiles of `tile` rows."""
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS - _RESULTS) // _stage_bytes(tile))
     clusters = gpu.multiprocessors // _PEERS
     room = _waves(tile, tokens, half, gpu) * clusters * _PEERS * _TOKENS * tile
-    return Division(tile, stages, min(clusters, _tiles(tile, tokens, half)), tokens * 2 * half / room)
+    return GatedDivision(tile, stages, min(clusters, _tiles(tile, tokens, half)), tokens * 2 * half / room)
 
 
 def _tiles(tile: int, tokens: int, half: int) -> int:
-    """Of clusters."""
     return _ceil(tokens, _PEERS * _TOKENS) * _ceil(half, tile // 2)
 
 
@@ -63,7 +62,7 @@ def _waves(tile: int, tokens: int, half: int, gpu: GpuShape) -> int:
 
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape) -> str | None:
-    """Why the kernel does not multiply so many tokens by it, or None. weight bfloat16 [2 · half, columns]."""
+    """Returns why the kernel does not multiply this many tokens by it, or None. weight bfloat16 [2 · half, columns]."""
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     half, columns = weight.shape[0] // 2, weight.shape[1]
@@ -74,7 +73,7 @@ def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape) -> str | None:
 
 
 def gated_product(
-    library: Kernels, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, how: Division | None = None
+    library: Kernels, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, how: GatedDivision | None = None
 ) -> Launch:
     """out bfloat16 [tokens, half] = silu(x · Gᵀ) · (x · Uᵀ); x bfloat16 [tokens, columns], weight bfloat16 [G; U]."""
     tokens, half = out.shape

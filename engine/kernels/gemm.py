@@ -101,8 +101,8 @@ def with_stages(how: Division, matrix: MatrixShape, gpu: GpuShape) -> Division:
 
 
 def _cost(how: Division, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
-    """In stages, or µs where the kernel is the wide one. What several slices leave is wider, and read by whoever adds
-    them up."""
+    """Costs in stages, or µs where the kernel is the wide one. Sums of several slices are wider, and read again by the
+    kernel that adds them."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
@@ -120,7 +120,8 @@ def order(matrix: Matrix, how: Division) -> Format:
 
 
 def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """x [tokens, columns] laid out as `order.cuh` says, under the same shape; the same tensor where that is plain."""
+    """Lays x [tokens, columns] out as `order.cuh` defines, under the same shape; the same tensor where that is
+    plain."""
     if form is Format.BF16:
         return x
     tokens = x.shape[0]
@@ -134,7 +135,7 @@ def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
 
 
 def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launch:
-    """batch.out = batch.x · Wᵀ (+ bias); batch.x laid out as `order` tells."""
+    """Computes batch.out = batch.x · Wᵀ (+ bias); batch.x laid out as `order` returns."""
     tokens = batch.x.shape[0]
     defines = {
         "OP_FORMAT": int(matrix.format),
@@ -162,7 +163,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launc
 
 
 def weight_boxes(matrix: Matrix, rows: int) -> dict[str, Argument]:
-    """What a stage of the wide kernel has of so many rows: 64 bytes of each, or 512 of eight, and their scales."""
+    """Boxes of a stage of the wide kernel: 64 bytes of each, or 512 of eight, and their scales."""
     if matrix.scales is None:
         weights = Boxes(matrix.data, rows, matrix.format.span, operand=False)
         return {"weights": weights, "scales": weights, "row_scale": matrix.row_scale}  # a map that is not looked at

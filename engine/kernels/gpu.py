@@ -22,7 +22,6 @@ class GpuShape:
 
 
 def gpu_shape(device: torch.device) -> GpuShape:
-    """Of a CUDA device."""
     import torch
 
     found: Any = torch.cuda.get_device_properties(device)  # its stub lacks what a block may ask for
@@ -31,7 +30,6 @@ def gpu_shape(device: torch.device) -> GpuShape:
 
 
 def gpu_of(capability: tuple[int, int], multiprocessors: int, shared: int) -> GpuShape:
-    """Of any GPU."""
     return GpuShape(multiprocessors, shared, warpgroups=capability == (9, 0), overlap=capability >= (9, 0))
 
 

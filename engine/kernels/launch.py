@@ -14,8 +14,8 @@ from engine.kernels.build import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """A matrix that the copy engine reads in boxes of so many rows by so many columns; those of an operand are permuted
-    as `wgmma` reads them."""
+    """A matrix that the copy engine reads in boxes of `rows` by `columns`; those of an operand are permuted as `wgmma`
+    reads them."""
 
     matrix: torch.Tensor
     rows: int
@@ -98,8 +98,6 @@ def _plain(value: Argument) -> Any:
 
 
 class Enqueues(Protocol):
-    """Takes launches."""
-
     def enqueue(self, launches: Iterable[Launch]) -> None:
         """In order; each sees what those before it wrote."""
 
@@ -108,7 +106,7 @@ class Unlaunched:
     """For tensors without memory: what a step consists of can be asked for, and none of it runs."""
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """As `Enqueues`."""
+        pass
 
 
 def launcher_of(device: torch.device) -> Enqueues:

@@ -14,7 +14,7 @@ from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
-# Beyond so many tokens a library's product is as fast or faster (docs/measurements/batches-gpu.md): tokens of any
+# Beyond this many tokens a library's product is as fast or faster (docs/measurements/batches-gpu.md): tokens of any
 # product, of one that is gated, of one that has more rows than columns and is not; and of a large matrix, not gated and
 # gated.
 MOST_TOKENS, _MOST_GATED, _MOST_WIDE = 384, 256, 128
@@ -58,12 +58,11 @@ class Division:
         return _ceil(tiles, self.peers) * self.peers, _ceil(tokens, self.tokens), self.slices
 
     def blocks(self, tokens: int, rows: int) -> int:
-        """Of the grid."""
         return prod(self.grid(tokens, rows))
 
 
 def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, slices: int) -> Division:
-    """Into blocks of so many rows, with as many stages as there is room for."""
+    """Divides into blocks of `tile` rows, with as many stages as there is room for."""
     block = _ceil(_ceil(tokens, _ceil(tokens, MOST_BLOCK_TOKENS)), 8 * peers) * 8 * peers
     most = (gpu.shared - _BARRIERS) // ((_ceil(block, 64) * 64 + tile) * _ROW_BYTES)
     return Division(block, tile, peers, slices, min(_MOST_STAGES, _stages(columns, slices), most))
@@ -82,7 +81,7 @@ def divide(
 
 
 def _cost(how: Division, tokens: int, rows: int, columns: int) -> float:
-    """Microseconds, about."""
+    """Estimates the product's time in microseconds."""
     copied, multiplied = _COPIED * (how.tokens / how.peers + how.tile), _MULTIPLIED * how.room / 64 * how.tile / 64
     results = 0 if how.slices == 1 else how.slices * tokens * rows * 4
     return _ENDS + _stages(columns, how.slices) * max(copied, multiplied, _STAGE) + _SLICED * results
@@ -94,7 +93,7 @@ def _held(peers: int, gpu: GpuShape) -> int:
 
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = False) -> str | None:
-    """Why the kernel does not multiply so many tokens by it, or None. weight bfloat16 [rows, columns]."""
+    """Returns why the kernel does not multiply this many tokens by it, or None. weight bfloat16 [rows, columns]."""
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     rows, columns = weight.shape
@@ -147,7 +146,7 @@ def plain_product(
 
 
 def _stages(columns: int, slices: int) -> int:
-    """Of a slice, at most."""
+    """Stages of a slice, at most."""
     return _ceil(_ceil(columns, _SPAN), slices)
 
 

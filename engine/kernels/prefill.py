@@ -15,7 +15,7 @@ from engine.kernels.linear import CHAIN
 from engine.kernels.weights import Format
 
 _THREADS = 256
-_HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from so many tokens on
+_HEADS_TOGETHER, _MANY_TOKENS = 4, 512  # of a warp of `row_heads`, from this many tokens on
 _QUERIES, _WIDE_QUERIES = 64, 128  # tokens of a block of attention
 _WIDE_STAGES = 3  # tiles of keys, and of values, that a block has room for
 _WIDE_DIMS = (64, 128)  # of a head, that products of warpgroups are written for
@@ -100,7 +100,7 @@ def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What tokens bring to a layer's attention."""
+    """Inputs of a layer's attention for these tokens."""
 
     residual: torch.Tensor  # float32 [tokens, hidden]
     queries: torch.Tensor  # bfloat16 [tokens, heads, dim]
@@ -219,7 +219,7 @@ class AttentionGrid:
 
 
 def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -> AttentionGrid:
-    """For so many tokens in so many chunks: contexts are divided until every multiprocessor has what it holds."""
+    """Divides contexts of chunks until every multiprocessor has what it holds."""
     wide = gpu.warpgroups and layout.dim in _WIDE_DIMS
     full = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES))
     tiles, most = full + chunks - 1, gpu.multiprocessors * (1 if wide else 2)
@@ -235,7 +235,7 @@ def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -
 def splits_of(
     layout: Heads, sizes: Iterable[int], device: torch.device, chunks: int = 1, gpu: GpuShape | None = None
 ) -> Splits:
-    """For passes of these sizes, of one chunk or up to so many."""
+    """Allocates for passes of these sizes, of one chunk or of up to `chunks`."""
     gpu = gpu or gpu_shape(device)
     grids = [(size, attention_grid(layout, size, gpu, most)) for size in sizes for most in (1, chunks)]
     rows = max(size * grid.splits for size, grid in grids) * layout.queries

@@ -28,7 +28,6 @@ def linear(
 def linear_residual(
     residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The new residual."""
     return residual + functional.linear(x, weight, bias)
 
 
@@ -53,7 +52,7 @@ def attention_row(
     angles: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one row [rows]: queries [heads, dim] and key [kv_heads, dim], normed and rotated, and value."""
+    """Splits one row [rows]: queries [heads, dim] and key [kv_heads, dim], normed and rotated, and value."""
     parts = qkv.view(-1, heads.dim)
     queries, key, value = torch.split(parts, [heads.queries, heads.keys, heads.keys])
     if gains is not None:

@@ -16,7 +16,7 @@ from engine.kernels.prefill import Parts
 from engine.kernels.sampling import ROW_WORDS
 from engine.kernels.tokens import MAX_STOPS
 
-LEAVE, PAGES, ENTER, MOVE = range(4)  # what `change` is told
+LEAVE, PAGES, ENTER, MOVE = range(4)  # operations of `change`
 IDLE = 128  # flag of a ring entry, beside those of `tokens`
 ENTER_WORDS = 10 + MAX_STOPS + ROW_WORDS  # of a row that enters, beside its pages
 _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
@@ -24,7 +24,7 @@ _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """All rows. A step moves the first so many of them."""
+    """State of all rows. A step advances the first of them."""
 
     token: torch.Tensor  # int32 [rows]: fed by the next step
     position: torch.Tensor  # int32 [rows]: of that token; -1 is an idle row
@@ -59,7 +59,7 @@ class Entering:
     pages: Sequence[int] = ()
 
     def words(self) -> list[int]:
-        """What `change` is told."""
+        """Returns the words that `change` reads."""
         return [
             ENTER,
             self.index,
@@ -88,7 +88,7 @@ def mail_of(told: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where `finish` tells the host what came."""
+    """Ring in which `finish` reports to the host."""
 
     number: torch.Tensor  # int32 [1]: of the last step
     ring: torch.Tensor  # int64 [entries, rows], pinned: number << 32 | flags << 24 | token
@@ -116,7 +116,8 @@ def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
 
 
 def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
-    """What `mail` int32 says, laid out as `rows.cu` tells. For one change; `times` makes it one for more."""
+    """Makes the launch of a change, whose `mail` int32 is laid out as in `rows.cu`. For one change; `times` makes it
+    one for more."""
     values: dict[str, Argument] = {
         "mail": mail,
         "token": states.token,
@@ -136,7 +137,7 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
 
 
 def times(launch: Launch, changes: int) -> Launch:
-    """`change` for so many changes, of which no two are of the same row."""
+    """Repeats `change` for several changes, of which no two are of the same row."""
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 

@@ -104,7 +104,7 @@ class Sampling:
         return Sampling(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
     def place(self, at: int, row: SampledRow) -> None:
-        """Gives a row to a new owner. Its bias and marks are set apart, by those who have any."""
+        """Gives a row to a new owner. Only owners that have bias or marks set them, apart."""
         self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
         self.heat[at].zero_()  # the head's draw would not count
 
@@ -114,7 +114,7 @@ class Sampling:
         self.heat[at].fill_(temperature)
 
     def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
-        """Of the tokens named; of the others none."""
+        """Bias of the tokens named; of the others none."""
         write_bias(self.bias[at], biases)
 
     def set_marks(self, at: int, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ def blocks(vocabulary: int) -> int:
 
 
 def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
-    """State of so many rows, all left to the head."""
+    """Makes the state of rows that the head alone chooses."""
 
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)

@@ -29,7 +29,7 @@ class Verified:
     last_position: torch.Tensor  # int32 [sequences]: a token placed there is the last
     most_drafts: torch.Tensor  # int32 [sequences]: a step
     stops: torch.Tensor  # int32 [sequences, 8], -1 for none
-    count: torch.Tensor  # int32 [sequences]: entries told
+    count: torch.Tensor  # int32 [sequences]: entries reported
     history: torch.Tensor  # int32 [sequences, most tokens]: ids by position
     ring: torch.Tensor  # int64 [sequences, entries], pinned: count << 32 | proposed << 28 | flags << 24 | token
     token: torch.Tensor  # int32 [sequences · laid]: of the rows
@@ -41,7 +41,7 @@ class Verified:
 
 
 def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device) -> Verified:
-    """State of so many sequences, all of them nobody's."""
+    """Makes the state of sequences, all of them free."""
 
     def integers(*size: int, value: int = 0) -> torch.Tensor:
         return torch.full(size, value, dtype=torch.int32, device=device)

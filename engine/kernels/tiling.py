@@ -25,7 +25,7 @@ MOST_STAGES = 31
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A product's division."""
+    """Division of a product among blocks."""
 
     warps: int  # consumers of a block; they split the columns of a segment
     depth: int  # units of a segment a warp has
@@ -38,7 +38,7 @@ class Tiling:
 
     @property
     def threads(self) -> int:
-        """Of a block; one warp more copies."""
+        """Threads of a block; one further warp copies."""
         return self.warps * 32 + 32
 
     def defines(self) -> dict[str, int]:
@@ -55,7 +55,6 @@ class Tiling:
 
 
 def units(matrix: Matrix) -> int:
-    """Of a row."""
     return matrix.columns // matrix.format.span
 
 

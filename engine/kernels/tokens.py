@@ -85,7 +85,7 @@ class TwoPasses:
 
     @property
     def blocks(self) -> int:
-        """Of the grid: no more than the GPU has multiprocessors."""
+        """Blocks of the grid: no more than the GPU has multiprocessors."""
         return tiling.blocks(self.coarse.matrix, self.coarse_tiling)
 
     @property
@@ -182,7 +182,7 @@ def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Laun
 
 
 def embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
-    """The arguments that say where from and where to tokens are laid out."""
+    """Arguments that locate a layout's input and output."""
     return {"table": first.table, "gain": first.gain, **_stream(first.target)}
 
 

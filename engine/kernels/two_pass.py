@@ -40,7 +40,6 @@ class CoarseCopy:
 
     @property
     def nbytes(self) -> int:
-        """Of the GPU's memory."""
         return self.matrix.nbytes + self.margins.nbytes
 
 
@@ -70,8 +69,8 @@ def gamma(columns: int, warps: int) -> float:
 
 
 def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
-    """Of a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number is bounded by
-    nothing, so it is always multiplied again."""
+    """Copies a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number has no
+    bound, so it is always multiplied again."""
     rows, columns, device = head.rows, head.columns, head.data.device
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)

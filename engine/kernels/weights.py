@@ -56,7 +56,7 @@ class Matrix:
 
     @property
     def shape(self) -> MatrixShape:
-        """Without its values."""
+        """Shape of a matrix without its values."""
         return MatrixShape(self.format, self.rows, self.columns, self.group)
 
     @property

@@ -1,9 +1,9 @@
-"""The page pool: keys and values of every running sequence, in pages of 16 tokens.
+"""Holds keys and values of every running sequence, in pages of 16 tokens.
 
 Logically [layers, 2, pages, kv_heads, 16, head_dim]. On a CPU heads lie outside pages, so that a run of neighbouring
 pages is one matrix a head, read in place; on a GPU pages lie outside heads, as kernels and page transfers want them.
 
-As fp8 they are e4m3 without a scale: rounded to nearest, and to ±448 beyond. torch is told of bytes, since few of its
+As fp8 they are e4m3 without a scale: rounded to nearest, and to ±448 beyond. torch sees bytes, since few of its
 operations know that type.
 """
 
@@ -20,12 +20,12 @@ _E4M3, _MOST = torch.float8_e4m3fn, 448.0
 
 
 def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
-    """What keys and values lie as, where arithmetic is in `computed`."""
+    """Returns the type in which keys and values are stored, where arithmetic is in `computed`."""
     return _E4M3 if choice == "fp8" else computed
 
 
 def _widened(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of e4m3 as numbers, exactly; NaN may become 480."""
+    """Converts bytes of e4m3 to numbers, exactly; NaN may become 480."""
     if held.device.type != "cpu":
         return held.view(_E4M3).to(dtype)
     # torch's own takes ten times as long there. As float16 an exponent is 8 too low, that of a denormal too.
@@ -35,19 +35,17 @@ def _widened(held: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What a page holds."""
-
     layers: int
     kv_heads: int
     head_dim: int
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers."""
+        """Returns the bytes of one page over all layers."""
         return 2 * self.layers * self.kv_heads * PAGE_SIZE * self.head_dim * dtype.itemsize
 
 
 class KvCache:
-    """Where keys and values lie. Who owns which page is the scheduler's business."""
+    """Stores keys and values. The scheduler decides which sequence owns which page."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class KvCache:
         heads_outside: bool,
         stored: torch.dtype | None = None,
     ) -> None:
-        """`placement`: of arithmetic, and of what lies here unless `stored` says otherwise."""
+        """`placement`: of arithmetic, and of storage unless `stored` differs."""
         self.shape = shape
         self.pages = pages
         self.heads_outside = heads_outside
@@ -84,7 +82,7 @@ class KvCache:
         self._values = tuple(layer[1:] for layer in flat.unbind(0))
 
     def layer(self, index: int) -> torch.Tensor:
-        """[2, pages, kv_heads, 16, head_dim]: keys, then values, as they lie."""
+        """Returns [2, pages, kv_heads, 16, head_dim]: keys, then values, in place."""
         return self._paged[index]
 
     def write(self, index: int, slots: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -123,7 +121,7 @@ class KvCache:
         return self._storage.index_select(2, pages).permute(2, 0, 1, 3, 4, 5)
 
     def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        """The reverse."""
+        """Writes pages; the inverse of `read_pages`."""
         if self.heads_outside:
             self._storage.index_copy_(3, pages, content.permute(1, 2, 3, 0, 4, 5))
         else:
@@ -131,15 +129,15 @@ class KvCache:
 
     @property
     def storage(self) -> torch.Tensor:
-        """All of it: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before heads."""
+        """Returns the whole pool: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before
+        heads."""
         return self._storage
 
     @property
     def placement(self) -> Placement:
-        """Where it lies, and in what torch is told."""
+        """Returns the device, and the dtype that torch sees."""
         return Placement(self._storage.dtype, self._storage.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool."""
         return self._storage.nbytes

@@ -22,11 +22,9 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages with a holder."""
         return self.total - self.free
 
     def holders(self, page: int) -> int:
-        """How many hold the page."""
         return self._holders[page]
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
@@ -45,14 +43,13 @@ class PagePool:
         return pages
 
     def retain(self, pages: Sequence[int]) -> None:
-        """One more holder for each of these used pages."""
         if any(not self._held(page) for page in pages):
             raise ValueError("a free page cannot be shared")
         for page in pages:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder fewer for each; a page without one is free."""
+        """Removes a holder from each; a page without one is free."""
         if len(set(pages)) != len(pages) or any(not self._held(page) for page in pages):
             raise ValueError("a page was released twice")
         freed = []
@@ -71,14 +68,15 @@ class PagePool:
         return 0 <= page < self.total and self._holders[page] > 0
 
     def _from_largest(self, count: int) -> list[int]:
-        """From the largest free run, leaving half of the rest to whoever grows towards it from below."""
+        """Takes pages from the largest free run, leaving half of the rest for the sequence that grows towards it from
+        below."""
         length, start = self._by_size[-1]
         count = min(count, length)
         first = start if start == 0 else start + (length - count) // 2
         return self._carve(start, first, count)
 
     def _carve(self, start: int, first: int, count: int) -> list[int]:
-        """Up to `count` pages from `first` on, out of the free run that begins at `start`."""
+        """Takes up to `count` pages from `first` on, out of the free run that begins at `start`."""
         end = self._end_of[start]
         last = min(first + count, end)
         self._drop_run(start, end)

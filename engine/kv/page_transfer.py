@@ -1,4 +1,4 @@
-"""Full pages of keys and values as plain bytes: how they leave the page pool and how they come back."""
+"""Copies full pages of keys and values to and from plain bytes."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ class PoolPages:
 
     @property
     def layout(self) -> BlockLayout:
-        """What the bytes mean."""
         return self._layout
 
     def buffer(self, size: int) -> memoryview:
-        """Host memory; for a GPU such as it can copy from by itself."""
         if self._placement.device.type == "cuda":
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy().data
         return memoryview(bytearray(size))
@@ -55,5 +53,4 @@ class PoolPages:
         return torch.tensor(pages, device=self._placement.device)
 
     def _host(self, data: memoryview, pages: int) -> torch.Tensor:
-        """The bytes as pages."""
         return torch.frombuffer(data, dtype=self._placement.dtype).view(pages, *self._page)

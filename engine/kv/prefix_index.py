@@ -1,12 +1,12 @@
-"""Which pages hold keys and values that another sequence could use: an index of full pages by a chain of hashes.
-Owns that index, who uses which of its pages, and which unused page goes first. Torch-free.
+"""Indexes full pages by a chain of hashes, so that other sequences can reuse their keys and values. Owns that index,
+the users of its pages, and the order of eviction. Torch-free.
 
 A page's hash is SHA-256 over its parent's hash and its sixteen token ids; the chain's root binds all that shapes keys
-and values, and whom they may be shared with. Equal hashes are therefore equal tokens from the first on, under one
-model and one tenant. Only full pages are shared, so none that is shared is ever written to.
+and values, and their tenant. Equal hashes are therefore equal tokens from the first on, under one model and one tenant.
+Only full pages are shared, so none that is shared is ever written to.
 
-Who uses a page uses all before it in its chain. Unused pages stand in one list, the longest unused first, and of one
-chain the deepest first: whatever leads the list is a leaf.
+A user of a page uses all before it in its chain. Unused pages stand in one list, the longest unused first, and of one
+chain the deepest first: the first of the list is always a leaf.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _SCHEMA = b"whippet prefix 1"
 
 
 def kv_identity(info: ModelInfo, layout: BlockLayout) -> bytes:
-    """Of everything that shapes keys and values and that no request says."""
+    """Digests everything that shapes keys and values beside the request."""
     return repr((info.weights_digest, info.weight_format, info.dtype, layout)).encode()
 
 
 def chain_root(identity: bytes, partition: bytes) -> bytes:
-    """The parent of first pages: of everything that shapes keys and values, and of whom they are shared with."""
+    """Returns the parent of first pages: of everything that shapes keys and values, and of their partition."""
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (_SCHEMA, identity, partition))).digest()
 
 
 def page_hash(parent: bytes, token_ids: Items[int]) -> bytes:
-    """The hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
+    """Returns the hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
     return sha256(parent + _PAGE.pack(*token_ids)).digest()
 
 
@@ -55,17 +55,15 @@ class PrefixIndex:
 
     @property
     def room(self) -> int:
-        """Pages that could be given out now."""
         return self._pool.free + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Pages that live sequences need."""
         return self._pool.used - len(self._idle)
 
     @property
     def kept(self) -> int:
-        """Pages that nobody needs now, kept until somebody needs the room."""
+        """Returns how many unused pages are kept until their room is needed."""
         return len(self._idle)
 
     def set_enabled(self, enabled: bool) -> None:
@@ -78,7 +76,7 @@ class PrefixIndex:
     # Pages
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """As `PagePool.allocate`, at the cost of unused pages where free ones do not do."""
+        """Allocates as `PagePool.allocate`, evicting unused pages where free ones do not suffice."""
         if count > self.room:
             return None
         lacking = count - self._pool.free
@@ -91,7 +89,8 @@ class PrefixIndex:
         return self._pool.allocate(count, after)
 
     def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
-        """By how many pages `room` would grow if these gave all of theirs back, not counting those in `besides`."""
+        """Returns by how many pages `room` would grow if these gave all of theirs back, not counting those in
+        `besides`."""
         if not sequences:
             return 0
         own = 0
@@ -105,14 +104,14 @@ class PrefixIndex:
         return own + sum(count == page.users for page, count in uses.items())
 
     def idle(self, pages: Items[PrefixPage]) -> int:
-        """How many of them have no user, and count as room until they get one."""
+        """Returns how many of them have no user, and count as room until they get one."""
         return sum(not page.users for page in pages)
 
     # Prefixes
 
     def find(self, sequence: Sequence) -> list[PrefixPage]:
-        """The longest known chain of pages that a sequence without any may begin with. Its last token is left out:
-        it must be computed in order to know what comes next."""
+        """Returns the longest known chain of pages that a sequence without any may begin with. Its last token is left
+        out: it must be computed in order to know what comes next."""
         return self._known_from(sequence, 0)
 
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
@@ -137,7 +136,7 @@ class PrefixIndex:
         self._pool.release(rest[: len(found)])
 
     def next_page(self, sequence: Sequence) -> bytes | None:
-        """The hash of the page that it computes next, where others may begin with that."""
+        """Returns the hash of the page that it computes next, where others may begin with that."""
         place = sequence.computed // PAGE_SIZE
         shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
@@ -190,20 +189,18 @@ class PrefixIndex:
         return True
 
     def chain(self, sequence: Sequence) -> list[bytes]:
-        """The hashes of all full pages that a sequence may begin with; none where it may share nothing."""
+        """Returns the hashes of all full pages that a sequence may begin with; none where it may share nothing."""
         count = (len(sequence.token_ids) - 1) // PAGE_SIZE
         if not self._reads(sequence) or not self._hash(sequence, count):
             return []
         return sequence.prefix.hashes[:count]
 
     def root(self, sequence: Sequence) -> bytes:
-        """The parent of its first page."""
         if not sequence.prefix.root:
             sequence.prefix.root = chain_root(self._identity, sequence.request.prefix_root)
         return sequence.prefix.root
 
     def known(self, digest: bytes) -> PrefixPage | None:
-        """The page with this hash."""
         return self._known.get(digest)
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
@@ -279,7 +276,7 @@ class PrefixIndex:
         page.users += 1
 
     def _drop(self, pages: Items[PrefixPage]) -> None:
-        """One user fewer for each, the deepest first."""
+        """Removes a user from each, the deepest first."""
         for page in reversed(pages):
             page.users -= 1
             if page.users:
@@ -295,7 +292,7 @@ class PrefixIndex:
                 self._idle.move_to_end(page)
 
     def _forget(self, pages: Collection[PrefixPage]) -> None:
-        """They are found no more; those without users are free at once."""
+        """Removes pages from the index; those without users are free at once."""
         gone = [page for page in pages if page.indexed]
         for page in gone:
             del self._known[page.hash]

@@ -1,8 +1,8 @@
-"""The engine's side of the shared tier: which keys and values are asked for, who waits for them and how long, and what
-is handed over to be kept. Owns the fetches under way and what is still to be written. Torch-free.
+"""Fetches keys and values from the shared tier, and hands over what is to be kept. Owns the fetches under way, the
+sequences that wait for them, and what is still to be written. Torch-free.
 
-A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What
-arrives goes into the prefix index, where the sequence that waited finds it as it would find anyone's work.
+A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What arrives
+goes into the prefix index, where the waiting sequence finds it like any other page.
 """
 
 from __future__ import annotations
@@ -41,21 +41,19 @@ class _Fetch:
 
     @property
     def pages_before(self) -> int:
-        """Pages of the chain in front of the first run."""
+        """Returns how many pages of the chain precede the first run."""
         return len(self.chain) - sum(run.tokens for run in self.runs) // PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class _Keep:
-    """A run that is worth writing."""
-
     partition: str
     run: BlockRun
     hashes: list[bytes]  # of its pages
 
 
 class BlockTier:
-    """For the engine loop alone. Nothing here waits for the store."""
+    """Used by the engine loop alone. Nothing here waits for the store."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class BlockTier:
         self._pending: deque[_Keep] = deque()
 
     def set_enabled(self, enabled: bool) -> None:
-        """Off: nothing is asked for and nothing written. What is under way ends as it would."""
+        """Off: nothing is fetched or written. What is under way ends as it would."""
         self._enabled = enabled
         if not enabled:
             self._pending.clear()
@@ -84,7 +82,7 @@ class BlockTier:
     # Reading
 
     def ask(self, sequence: Sequence) -> bool:
-        """Whether it should wait for a fetch, which then is under way: `arrived` will name it."""
+        """Whether the sequence should wait for a fetch, which then is under way: `arrived` will name it."""
         if not self._enabled or sequence.prompt_length <= self._store.run_tokens:
             return False
         chain = self._index.chain(sequence)
@@ -102,7 +100,8 @@ class BlockTier:
         return True
 
     def arrived(self) -> list[int]:
-        """Who need not wait any longer. Takes runs in for some milliseconds a call, so that a step is not held up."""
+        """Returns the keys of sequences that need not wait any longer. Takes runs in for some milliseconds a call, so
+        that a step is not held up."""
         done: list[int] = []
         now = self._clock()
         while self._fetches and self._clock() < now + TAKE_IN:
@@ -126,7 +125,6 @@ class BlockTier:
         return done
 
     def leave(self, key: int) -> None:
-        """It has ended while it waited."""
         for fetch in self._fetches:
             fetch.waiting.pop(key, None)
 
@@ -171,7 +169,7 @@ class BlockTier:
     # Writing
 
     def begun(self, sequence: Sequence) -> None:
-        """The first token of a sequence has come: its prompt was used, and its speed is known."""
+        """Records the first token of a sequence: its prompt was used, and its speed is known."""
         self._measure(sequence)
         if not self._enabled or sequence.prompt_length < self._store.run_tokens:
             return

@@ -1,4 +1,4 @@
-"""How large the page pool is, and how long a sequence may therefore be."""
+"""Sizes the page pool and the longest sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What sequences may take. `lacking` says what a whole context of the model would take, where there is no room for
-    one and nobody asked for less."""
+    """Room for sequences. `lacking` states what a whole context of the model would take, where there is no room for one
+    and no setting asked for less."""
 
     pages: int
     max_context: int  # tokens
@@ -37,8 +37,8 @@ def make_room(
     free_bytes: int,
     beside: int = 0,
 ) -> Room:
-    """Pages for so many sequences of the longest context, as far as a share of the `free_bytes` of the device's memory
-    goes, unless the settings say how many bytes. `beside`: what a draft model keeps for each page, in bytes. Raises
+    """Returns pages for `sequences` of the longest context, as far as a share of the `free_bytes` of the device's
+    memory allows, unless the settings give bytes. `beside`: what a draft model keeps for each page, in bytes. Raises
     Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:

@@ -1,7 +1,7 @@
-"""Matrix products with weights. The model calls a `Linear` and does not know its weight format.
+"""Multiplies by weights. The model calls a `Linear` and does not know its weight format.
 
-Projections that read the same input are one linear: their weights are laid one under another, each written once
-into its final place.
+Projections that read the same input are one linear: their weights are laid one under another, each written once into
+its final place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quant.checkpoint.source import TensorSource, finite
 
 
 class Linear(Protocol):
-    """y = x · Wᵀ (+ b), for x [rows, in_features]."""
+    """Computes y = x · Wᵀ (+ b), for x [rows, in_features]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -28,7 +28,7 @@ class Linear(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where weights end up, and on a CPU what multiplies those of fewer than 32 bits; None: torch, slowly."""
+    """Device and dtype of weights, and on a CPU what multiplies those of fewer than 32 bits; None: torch, slowly."""
 
     dtype: torch.dtype
     device: torch.device
@@ -36,12 +36,12 @@ class Placement:
 
     @property
     def activations(self) -> Placement:
-        """Of what linears take and give, and of keys and values. Float32 on a CPU whatever the weights are, so that
-        the order in which a sum was done never grows into a difference that can be seen."""
+        """Placement of linears' inputs and outputs, and of keys and values. Float32 on a CPU whatever the weights are,
+        so that the order of a sum never becomes a visible difference."""
         return Placement(torch.float32, self.device) if self.device.type == "cpu" else self
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """An empty weight [rows, columns].
+        """Returns an empty weight [rows, columns].
 
         In float32 on a CPU its columns are contiguous: products with one row, and with eight, are then faster
         (docs/measurements/engine-cpu.md).
@@ -53,7 +53,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The names that one linear is read from, and its shape."""
+    """Names that one linear is read from, and its shape."""
 
     prefixes: tuple[str, ...]
     out_features: tuple[int, ...]  # one a prefix
@@ -84,12 +84,10 @@ class DenseLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 def load_dense(source: TensorSource, projection: Projection, placement: Placement) -> DenseLinear:
-    """Reads plain weights into one matrix."""
     rows = sum(projection.out_features)
     weight = placement.matrix(rows, projection.in_features)
     bias = torch.empty(rows, dtype=placement.dtype, device=placement.device) if projection.bias else None

@@ -1,4 +1,5 @@
-"""Quantized weights in the form that checkpoints are decoded into, for what no kernel takes, and for exact products."""
+"""Multiplies by quantized weights in the form that checkpoints are decoded into, where no kernel does, and for exact
+products."""
 
 from __future__ import annotations
 
@@ -28,12 +29,10 @@ class CanonicalLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 def _rows(weight: Narrow, first: int, last: int) -> Narrow:
-    """A part of a weight, in its own memory."""
     if isinstance(weight, Int8Rows):
         return Int8Rows(weight.q[first:last], weight.scale[first:last])
     if isinstance(weight, Int4Minima):

@@ -16,7 +16,7 @@ import torch
 
 from engine.kernels.keeping import keep
 from engine.linear import DenseLinear
-from engine.linear.cublas import Cublas, CublasError, Prepared, Product
+from engine.linear.cublas import Cublas, CublasError, CublasProduct, PreparedProduct
 
 # Of products that are chosen, where they are the library's; others are rare, or go best by the library's own choice.
 TOKENS = (256, 384, 512, 1024, 2048, 4096)
@@ -31,12 +31,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    prepared: Prepared
+    prepared: PreparedProduct
     algorithm: bytes
 
 
 class ChosenProducts:
-    """For the weights given, by shape. Without the library or without a GPU: torch's product."""
+    """Chooses products for the weights given, by shape. Without the library or without a GPU: torch's product."""
 
     def __init__(self, linears: Iterable[DenseLinear] = (), folder: Path | None = None) -> None:
         self._weights: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -45,16 +45,16 @@ class ChosenProducts:
             held = self._weights.setdefault((rows, columns), [])
             if linear.weight.is_cuda and rows * columns >= LEAST_WEIGHTS and len(held) < _LAYERS:
                 held.append(linear.weight)
-        self._known: dict[Product, _Chosen | None] = {}
+        self._known: dict[CublasProduct, _Chosen | None] = {}
         self._cublas = _library(next((held[0].device for held in self._weights.values() if held), None))
         self._kept: Path | None = None
         if folder is not None and self._cublas is not None:
             self._kept = folder / self._cublas.name
 
     def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a capture,
-        and on a GPU the current stream is one that captures can be made on."""
-        product = Product(x.shape[0], *weight.shape)
+        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a
+        capture, and on a GPU the current stream is one that captures can be made on."""
+        product = CublasProduct(x.shape[0], *weight.shape)
         if product not in self._known:
             self._known[product] = self._choose(product, x, out)
         chosen = self._known[product]
@@ -63,8 +63,8 @@ class ChosenProducts:
         else:
             self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
 
-    def _choose(self, product: Product, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
-        """None: torch's."""
+    def _choose(self, product: CublasProduct, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
+        """Returns None for torch's."""
         weights = self._weights.get((product.rows, product.columns))
         if self._cublas is None or not weights or product.tokens not in TOKENS:
             return None
@@ -85,16 +85,16 @@ class ChosenProducts:
     def _fastest(
         self,
         cublas: Cublas,
-        product: Product,
-        prepared: Prepared,
+        product: CublasProduct,
+        prepared: PreparedProduct,
         weights: list[torch.Tensor],
         x: torch.Tensor,
         out: torch.Tensor,
     ) -> str:
-        """In hexadecimal; "": torch's."""
+        """Returns the algorithm in hexadecimal; "": torch's."""
         tried = dict.fromkeys(prepared.algorithms)
         for tokens in _NEIGHBOURS:
-            other = cublas.prepare(Product(tokens, product.rows, product.columns), _ALGORITHMS)
+            other = cublas.prepare(CublasProduct(tokens, product.rows, product.columns), _ALGORITHMS)
             tried |= dict.fromkeys(other.algorithms)
 
         x = torch.randn_like(x)  # what a rehearsal is fed is zeros, which a GPU multiplies faster
@@ -138,7 +138,7 @@ class ChosenProducts:
 
 
 def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """In a graph, as it will be used: there the memset that some algorithms bring along costs time of its own."""
+    """Captures a graph, since it is used in one: there the memset that some algorithms need costs time of its own."""
     enqueue()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()
@@ -151,7 +151,6 @@ def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _milliseconds(enqueue: Callable[[], None]) -> float:
-    """Of the GPU."""
     made: type[torch.cuda.Event] = torch.cuda.Event
     began, ended = made(enable_timing=True), made(enable_timing=True)
     began.record()

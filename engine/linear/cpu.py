@@ -1,4 +1,4 @@
-"""Four- and eight-bit weights on a CPU, in the layouts of `products.c`.
+"""Multiplies by four- and eight-bit weights on a CPU, in the layouts of `products.c`.
 
 Activations stay float32: rounded to fewer bits, a difference in the last place between two ways of adding up would
 become one of the activation's own last place, and an answer would depend on what runs beside it.
@@ -19,7 +19,8 @@ _BLOCKS_AT_ONCE = 8  # so that a byte a value stays in the processor's cache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Cpu:
-    """q uint8 [blocks, inputs, block / 2]: the first half of a block's outputs in the low halves of its bytes."""
+    """Layout: q uint8 [blocks, inputs, block / 2]: the first half of a block's outputs in the low halves of its
+    bytes."""
 
     products: CpuProducts
     q: torch.Tensor
@@ -34,14 +35,13 @@ class Int4Cpu:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         held = self.q.nbytes + self.scale.nbytes + self.zero.nbytes
         return held + (0 if self.bias is None else self.bias.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Cpu:
-    """q int8 [blocks, inputs, block]."""
+    """Layout: q int8 [blocks, inputs, block]."""
 
     products: CpuProducts
     q: torch.Tensor
@@ -55,7 +55,6 @@ class Int8Cpu:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return self.q.nbytes + self.scale.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
@@ -92,6 +91,6 @@ def pack_int8(weight: Int8Rows, bias: torch.Tensor | None, products: CpuProducts
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[rows, n], zeros below up to a whole block."""
+    """Returns [rows, n], with zeros below up to a whole block."""
     missing = -len(values) % size
     return torch.cat((values, values.new_zeros(missing, values.shape[1]))) if missing else values

@@ -1,5 +1,5 @@
-"""cuBLASLt by its C interface: the algorithms that it has for a product with plain weights, and the product by one of
-them. torch takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
+"""Calls cuBLASLt by its C interface: lists its algorithms for a product with plain weights, and runs one of them. torch
+takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MOST_WORKSPACE = 32 << 20  # bytes, for products whose columns several blocks s
 
 
 class CublasError(Exception):
-    """A call did not go well, or the library is not there."""
+    pass
 
 
 class _Algorithm(ctypes.Structure):
     _fields_ = (("words", ctypes.c_uint64 * 8),)
 
 
-class _Found(ctypes.Structure):
+class _AlgorithmFound(ctypes.Structure):
     _fields_ = (
         ("algorithm", _Algorithm),
         ("workspace", ctypes.c_size_t),
@@ -34,8 +34,8 @@ class _Found(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
+class CublasProduct:
+    """Computes out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
 
     tokens: int
     rows: int
@@ -43,9 +43,9 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """One product's descriptions and the algorithms that there are for it, the library's own choice first. Descriptions
-    last as long as the process."""
+class PreparedProduct:
+    """One product's descriptions and its algorithms, the library's own choice first. Descriptions last as long as the
+    process."""
 
     product: Any
     weights: Any
@@ -55,7 +55,7 @@ class Prepared:
 
 
 class Cublas:
-    """The library that torch has loaded, on one device."""
+    """Wraps the library that torch has loaded, on one device."""
 
     def __init__(self, device: torch.device) -> None:
         try:
@@ -69,14 +69,14 @@ class Cublas:
 
     @property
     def name(self) -> str:
-        """Of a file about this GPU and this version of the library."""
+        """Returns a file name for this GPU and this version of the library."""
         get = self._library.cublasLtGetVersion
         get.restype = ctypes.c_size_t
         gpu = torch.cuda.get_device_name(self._workspace.device)
         return f"{''.join(letter if letter.isalnum() else '-' for letter in gpu.lower())}-{get()}.json"
 
-    def prepare(self, wanted: Product, most: int) -> Prepared:
-        """With `most` algorithms at most. Raises CublasError where there is none."""
+    def prepare(self, wanted: CublasProduct, most: int) -> PreparedProduct:
+        """Prepares `most` algorithms at most. Raises CublasError where there is none."""
         # To the library a matrix by rows is its transpose by columns: outᵀ = W · xᵀ.
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(product), _COMPUTE_FLOAT32, _FLOAT32)
@@ -90,7 +90,7 @@ class Cublas:
         self._call(
             "cublasLtMatmulPreferenceSetAttribute", preference, _WORKSPACE_BYTES, ctypes.byref(room), ctypes.c_size_t(8)
         )
-        found, count = (_Found * most)(), ctypes.c_int()
+        found, count = (_AlgorithmFound * most)(), ctypes.c_int()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
             self._handle, product, weights, x, out, out, preference, most, found, ctypes.byref(count),
@@ -99,20 +99,20 @@ class Cublas:
         usable = tuple(bytes(one.algorithm) for one in found[: count.value] if one.status == 0)
         if not usable:
             raise CublasError(f"no algorithm for {wanted}")
-        return Prepared(product, weights, x, out, usable)
+        return PreparedProduct(product, weights, x, out, usable)
 
-    def fits(self, how: Prepared, algorithm: bytes) -> bool:
+    def fits(self, how: PreparedProduct, algorithm: bytes) -> bool:
         """Whether an algorithm, found for another product perhaps, does this one."""
-        found, tried = _Found(), _Algorithm.from_buffer_copy(algorithm)
+        found, tried = _AlgorithmFound(), _Algorithm.from_buffer_copy(algorithm)
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, how.product, how.weights, how.x, how.out, how.out, ctypes.byref(tried), ctypes.byref(found)
         )
         return bool(status == 0 and found.workspace <= _MOST_WORKSPACE)
 
     def multiply(
-        self, how: Prepared, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
+        self, how: PreparedProduct, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Enqueued on torch's current stream; of products on two streams at a time the results would be wrong."""
+        """Enqueues on torch's current stream; of products on two streams at a time the results would be wrong."""
         self._call(
             "cublasLtMatmul",
             self._handle, how.product, ctypes.byref(self._one), _pointer(weights), how.weights, _pointer(x), how.x,

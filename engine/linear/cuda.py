@@ -1,4 +1,4 @@
-"""Four- and eight-bit weights on a GPU, in one copy: the layout that the decode kernels read."""
+"""Multiplies by four- and eight-bit weights on a GPU, in one copy: the layout that the decode kernels read."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Ready:
 
 
 class CudaKernels:
-    """The matrix kernel of the GPU that a model's linears are on, opened by the first product."""
+    """Opens the matrix kernel of the linears' GPU with the first product."""
 
     def __init__(self) -> None:
         self._ready: _Ready | None = None
         self._tried = False
 
     def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
+        """Returns x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return None
         ready = self._open(x.device)
@@ -85,5 +85,4 @@ class CudaLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return self.matrix.nbytes + (0 if self.bias is None else self.bias.nbytes)

@@ -1,4 +1,4 @@
-"""Weights of a CPU one after another in the order in which a step reads them, in huge pages.
+"""Places weights of a CPU in the order in which a step reads them, in huge pages.
 
 A processor reads ahead no further than to the end of a page, and in a virtual machine each small page costs two walks
 through page tables: one thread reads weights half again as fast from huge ones (docs/adr/0064-a-step-in-c.md).

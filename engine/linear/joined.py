@@ -8,8 +8,6 @@ from engine.linear import Linear
 
 
 class JoinedLinear:
-    """The outputs of all parts, side by side."""
-
     def __init__(self, parts: tuple[Linear, ...]) -> None:
         self.parts = parts
 
@@ -18,5 +16,4 @@ class JoinedLinear:
 
     @property
     def nbytes(self) -> int:
-        """Bytes a call reads."""
         return sum(part.nbytes for part in self.parts)

@@ -1,5 +1,5 @@
-"""Four- and eight-bit weights once more as plain numbers, for products with so many rows that arithmetic and not the
-reading of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
+"""Keeps plain copies of four- and eight-bit weights, for products with many rows, where arithmetic and not the reading
+of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from engine.kernels.weights import dequantize
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 
-OWN_ROWS = 192  # up to so many our own product is faster (docs/measurements/batches-gpu.md)
+OWN_ROWS = 192  # up to this many our own product is faster (docs/measurements/batches-gpu.md)
 _SHARE = 1 / 3  # of free memory, at most
 _ROWS_AT_ONCE = 4096  # bounds what a copy takes on the way; a multiple of 8
 
 
 @dataclass(frozen=True, slots=True)
 class PlainCopies:
-    """By linear."""
-
     held: dict[int, DenseLinear] = field(default_factory=dict)  # by identity: linears last as long as the model
 
     def of(self, linear: Linear, rows: int) -> Linear:
-        """What multiplies so many rows fastest: the linear itself, or its copy."""
+        """Returns what multiplies this number of rows fastest: the linear itself, or its copy."""
         if isinstance(linear, CudaLinear) and rows > OWN_ROWS:
             return self.held.get(id(linear), linear)
         return linear
 
 
 def plain_copies(linears: Iterable[Linear], rows: int, free_bytes: int) -> PlainCopies:
-    """Of linears in four and eight bits, where so many rows may come and memory allows."""
+    """Copies linears in four and eight bits, where `rows` rows may come and memory allows."""
     wanted = [linear for linear in linears if isinstance(linear, CudaLinear) and rows > OWN_ROWS]
     if sum(2 * linear.matrix.rows * linear.matrix.columns for linear in wanted) > _SHARE * free_bytes:
         return PlainCopies()

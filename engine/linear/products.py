@@ -1,5 +1,5 @@
-"""The products of `products.c` and the walk of `walk.c` in one library: compiled ahead or at the first start for the
-units that the processor has, kept beside the kernels' machine code, called with the addresses of tensors."""
+"""Loads the products of `products.c` and the walk of `walk.c` as one library: compiled ahead or at the first start for
+the processor's units, kept beside the kernels' machine code, called with the addresses of tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _long = ctypes.c_long
 
 
 class NoProducts(Exception):
-    """They cannot be made here; says why in one line."""
+    """The products cannot be made here; the text is the reason in one line."""
 
 
 class _Product(ctypes.Structure):
@@ -58,13 +58,13 @@ class Int8(ctypes.Structure):
     _fields_: ClassVar[Any] = [("q", _pointer), ("scale", _pointer)]
 
 
-class Plain(ctypes.Structure):
+class PlainMatrix(ctypes.Structure):
     _fields_: ClassVar[Any] = [("w", _pointer), ("type", ctypes.c_int)]
 
 
 class CpuProducts:
-    """x float32 [rows, inputs], contiguous, and a weight → a new float32 [rows, outputs]. A row's result is the same
-    bits whatever rows stand beside it. At most as many threads as torch has."""
+    """Multiplies x float32 [rows, inputs], contiguous, by a weight → a new float32 [rows, outputs]. A row's result is
+    the same bits whatever rows stand beside it. Uses as many threads as torch at most."""
 
     def __init__(self, library: Path, walkers: int = 1) -> None:
         """`walkers`: how many threads a walk of `walk.c` may have."""
@@ -87,16 +87,16 @@ class CpuProducts:
         return y
 
     def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
-        """q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
+        """Shapes: q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
         y, product = self._product(x, outputs)
         weight = Int8(q.data_ptr(), scale.data_ptr())
         self.library.multiply8(ctypes.byref(product), ctypes.byref(weight))
         return y
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """weight bfloat16 or float16 [outputs, inputs], contiguous."""
+        """Shapes: weight bfloat16 or float16 [outputs, inputs], contiguous."""
         y, product = self._product(x, weight.shape[0])
-        held = Plain(weight.data_ptr(), TYPES[weight.dtype])
+        held = PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])
         half = weight.dtype == torch.float16
         multiply = self.library.multiply_float16 if half else self.library.multiply_bfloat16
         multiply(ctypes.byref(product), ctypes.byref(held))
@@ -109,8 +109,8 @@ class CpuProducts:
 
 
 def open_products(flags: Collection[str], folder: Path | None = None, walkers: int = 1) -> CpuProducts:
-    """For a processor with these units, named as in /proc/cpuinfo: compiled ahead, or kept in `folder`, or compiled
-    now. Raises NoProducts."""
+    """Opens the library for a processor with these units, named as in /proc/cpuinfo: compiled ahead, or kept in
+    `folder`, or compiled now. Raises NoProducts."""
     units = next(level for level in LEVELS if all(unit in flags for unit in level))
     ahead = prebuilt_folder() if folder is None else None
     if ahead is not None:
@@ -122,7 +122,7 @@ def open_products(flags: Collection[str], folder: Path | None = None, walkers: i
 
 
 def build_ahead(folder: Path) -> tuple[Path, ...]:
-    """The libraries of every level, in a folder that exists. Raises NoProducts."""
+    """Compiles the libraries of every level into an existing folder. Raises NoProducts."""
     with _room(folder) as room:
         return tuple(_keep(_compile(units, room), folder / _file(units)) for units in LEVELS)
 
@@ -143,14 +143,14 @@ def _options(units: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _file(units: tuple[str, ...]) -> str:
-    """Named by what it is made of, but for the compiler: where it was made ahead there may be none."""
+    """Names the library by its inputs, but not the compiler: where it was made ahead there may be none."""
     read = b"".join(one.read_bytes() for one in _READ)
     made_from = "\0".join((platform.machine(), *_options(units))).encode() + read
     return f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
 
 
 def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """To compile in: where the result is kept, since no other folder may be writable. Raises OSError."""
+    """Returns a folder to compile in: where the result is kept, since no other may be writable. Raises OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder)
@@ -167,7 +167,7 @@ def _compiler() -> str:
 
 
 def _compile(units: tuple[str, ...], room: str) -> Path:
-    """A library in this folder; with threads if the compiler has them. Raises NoProducts."""
+    """Compiles a library in this folder; with threads if the compiler has them. Raises NoProducts."""
     compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):
@@ -185,7 +185,7 @@ def _compile(units: tuple[str, ...], room: str) -> Path:
 
 
 def _keep(fresh: Path, kept: Path) -> Path:
-    """Moved whole to where it is kept; where that cannot be written it serves this process alone."""
+    """Moves the library whole to where it is kept; where that cannot be written it serves this process alone."""
     try:
         keep(kept, fresh.read_bytes(), 0o755)
     except OSError:

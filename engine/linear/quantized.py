@@ -24,7 +24,7 @@ from quant.checkpoint.source import TensorSource, finite
 from quant.checkpoint.spec import Int8Spec, QuantSpec
 
 Quantize = Literal["int8"]
-Reader = Callable[[TensorSource, str, int, int], canonical.Linear]  # source, prefix, inputs, outputs
+Reader = Callable[[TensorSource, str, int, int], canonical.CheckpointLinear]  # source, prefix, inputs, outputs
 
 
 def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> LinearLoader:
@@ -35,7 +35,7 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> Linea
     if how is None:
         return load_dense
 
-    def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.Linear:
+    def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.CheckpointLinear:
         found = read_linear(source, prefix, how, inputs, outputs)
         if isinstance(found.weight, Dense):
             finite(found.weight.weight, f"{prefix}.weight")
@@ -58,7 +58,7 @@ def loader_of(read: Reader) -> LinearLoader:
     return load
 
 
-def _join(parts: list[canonical.Linear], placement: Placement, kernels: CudaKernels) -> Linear:
+def _join(parts: list[canonical.CheckpointLinear], placement: Placement, kernels: CudaKernels) -> Linear:
     biases = [part.bias for part in parts]
     bias = torch.cat([one.float() for one in biases if one is not None]) if None not in biases else None
     one = parts[0].weight if len(parts) == 1 else stack_rows([part.weight for part in parts])
@@ -74,8 +74,8 @@ def place_weight(
     placement: Placement,
     kernels: CudaKernels | None = None,
 ) -> Linear:
-    """A linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a CPU
-    without products: by plain tiles."""
+    """Returns a linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a
+    CPU without products: by plain tiles."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)

@@ -1,1 +1,1 @@
-"""From a model folder, or its config alone, to weights on their device."""
+"""Loads weights onto their device from a model folder, or makes them from its config alone."""

@@ -1,4 +1,4 @@
-"""Where faults that `quant.checkpoint` finds in a model folder become the engine's own error."""
+"""Converts faults that `quant.checkpoint` finds in a model folder to the engine's own error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AGAIN = "download the file again, or use the config.json that belongs to it"
 
 @contextlib.contextmanager
 def checkpoint_errors(folder: Path, checkpoint: MappedTensors | None = None) -> Iterator[None]:
-    """Raises InvalidModel of one line, `file: fault; remedy`; `checkpoint` tells which file has a tensor."""
+    """Raises InvalidModel of one line, `file: fault; remedy`; `checkpoint` knows which file has a tensor."""
     try:
         yield
     except BadFile as error:

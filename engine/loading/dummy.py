@@ -1,4 +1,4 @@
-"""Random weights for a config that has none: `load_format: dummy`, for benchmarks and tests."""
+"""Makes random weights for a config that has none: `load_format: dummy`, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from engine.linear import Placement
 from quant.checkpoint.errors import BadConfig
-from quant.checkpoint.forms import Dense, Int4Groups, Int4Minima, Int8Rows, Linear, Weight
+from quant.checkpoint.forms import CheckpointLinear, Dense, Int4Groups, Int4Minima, Int8Rows, Weight
 from quant.checkpoint.gguf.blocks import GROUP
 from quant.checkpoint.source import TensorSource
 from quant.checkpoint.spec import WHOLE_ROW, AwqSpec, GgufSpec, PackedSpec, QuantSpec
@@ -30,19 +30,16 @@ class DummyWeights:
         self._placement = placement
 
     def names(self) -> Collection[str]:
-        """Every tensor of the model."""
         return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type it is made in."""
         return self._placement.dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The same numbers for the same name, seed, device and type."""
+        """Returns the same numbers for the same name, seed, device and type."""
         shape = self._shapes[name]
         if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, dtype=self._placement.dtype, device=self._placement.device)
@@ -60,11 +57,11 @@ class DummyLinears:
         self._seed = seed
         self._device = device
 
-    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Linear:
+    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> CheckpointLinear:
         """Biases, and layers that the config leaves plain, come from `source`."""
         name = f"{prefix}.bias"
         bias = source.tensor(name) if name in source.names() else None
-        return Linear(self._weight(source, prefix, inputs, outputs), bias)
+        return CheckpointLinear(self._weight(source, prefix, inputs, outputs), bias)
 
     def _weight(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Weight:
         if not self._spec.covers(prefix):
@@ -109,7 +106,7 @@ class DummyLinears:
 
 
 def _generator(name: str, seed: int, device: torch.device) -> torch.Generator | None:
-    """None where there are shapes but no numbers."""
+    """Returns None where there are shapes but no numbers."""
     if device.type == "meta":
         return None
     return torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)

@@ -1,4 +1,4 @@
-"""What is made of a folder's weights while they are loaded: kept in the folder's format, or rounded to eight bits."""
+"""Decides the weights' format in memory: the folder's, or rounded to eight bits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quant.checkpoint.spec import GgufSpec, Int8Spec, QuantSpec
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """spec: how the folder keeps its weights, None where they are plain. int8: plain ones become eight bits while they
+    """spec: the folder's format of weights, None where they are plain. int8: plain ones become eight bits while they
     are loaded."""
 
     spec: QuantSpec | None
@@ -24,7 +24,6 @@ class Format:
 
     @property
     def in_memory(self) -> QuantSpec | None:
-        """What a linear is when it is loaded."""
         return Int8Spec() if self.int8 else self.spec
 
     def on(self, device: str) -> Format:
@@ -36,7 +35,6 @@ class Format:
 
     @property
     def name(self) -> str:
-        """As `ModelInfo.weight_format` has it."""
         return INT8 if self.int8 else format_name(self.spec)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quant.checkpoint.forms import Dense, Linear
-from quant.checkpoint.gguf.blocks import Costs, read_gguf
+from quant.checkpoint.forms import CheckpointLinear, Dense
+from quant.checkpoint.gguf.blocks import StorageCosts, read_gguf
 from quant.checkpoint.linear import read_linear
 from quant.checkpoint.source import TensorSource, fetch_floats, finite
 from quant.checkpoint.spec import GgufSpec
@@ -12,11 +12,11 @@ from quant.checkpoint.spec import GgufSpec
 class GgufLinears:
     """Reads one linear at a time, as `engine.linear.quantized.loader_of` asks for them."""
 
-    def __init__(self, spec: GgufSpec, costs: Costs) -> None:
+    def __init__(self, spec: GgufSpec, costs: StorageCosts) -> None:
         self._spec = spec
         self._costs = costs
 
-    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> Linear:
+    def __call__(self, source: TensorSource, prefix: str, inputs: int, outputs: int) -> CheckpointLinear:
         if not self._spec.covers(prefix):
             found = read_linear(source, prefix, self._spec, inputs, outputs)
             if isinstance(found.weight, Dense):
@@ -24,4 +24,4 @@ class GgufLinears:
             return found
         name = f"{prefix}.bias"
         bias = fetch_floats(source, name, (outputs,)).clone() if name in source.names() else None
-        return Linear(read_gguf(source, prefix, self._spec, inputs, outputs, self._costs), bias)
+        return CheckpointLinear(read_gguf(source, prefix, self._spec, inputs, outputs, self._costs), bias)

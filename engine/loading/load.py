@@ -1,4 +1,4 @@
-"""From a model folder, or its config alone, to weights on their device, whatever format the folder has."""
+"""Loads weights of any format onto their device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """Weights, the SHA-256 of what they and their config are, and what their form is called."""
 
     weights: Weights
@@ -41,14 +41,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What is loaded, and to where."""
-
     config: ModelConfig
     form: Format
     placement: Placement
 
 
-def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> Loaded:
+def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
     """Raises InvalidModel, one line that names the file."""
     with returning(what.placement.device):
         dummy = settings.load_format == "dummy"
@@ -59,7 +57,7 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
 
 
 def check(folder: Path, config: ModelConfig, form: Format) -> None:
-    """Whether the folder's tensors are those of its config and format, by their headers. Raises InvalidModel."""
+    """Checks by their headers that the folder's tensors are those of its config and format. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         try:
@@ -74,17 +72,17 @@ def _check(checkpoint: MappedTensors, config: ModelConfig, form: Format) -> None
     check_folder(checkpoint, config, form.spec)
 
 
-def _dummy(seed: int, folder: Path, what: Loading) -> Loaded:
+def _dummy(seed: int, folder: Path, what: Loading) -> LoadedWeights:
     config, placement, spec = what.config, what.placement, what.form.in_memory
     source = DummyWeights(dense_tensors(config), seed, placement)
     load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device))
     with checkpoint_errors(folder):
         weights = load_weights(config, source, load_linear, placement)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
-    return Loaded(weights, _identity(seen, what.form), what.form.name)
+    return LoadedWeights(weights, _identity(seen, what.form), what.form.name)
 
 
-def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
+def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
     config, form = what.config, what.form
     with checkpoint_errors(folder):
         dtype = what.placement.dtype
@@ -97,7 +95,7 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> Loaded:
             checkpoint.close()
             if isinstance(checkpoint, GgufTensors):
                 _log.info("%s: %s", folder.name, checkpoint.costs)
-            return Loaded(weights, _identity(fingerprint.result(), form), form.name)
+            return LoadedWeights(weights, _identity(fingerprint.result(), form), form.name)
     finally:
         fingerprint.close()
 
@@ -109,7 +107,7 @@ def _loader(checkpoint: MappedTensors, form: Format) -> LinearLoader:
 
 
 def weights_digest(folder: Path, form: Format) -> str:
-    """As `load` finds it, without loading. Reads every weight. Raises InvalidModel."""
+    """Returns the digest that `load` would find, without loading. Reads every weight. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         checkpoint.close()
@@ -121,6 +119,6 @@ def weights_digest(folder: Path, form: Format) -> str:
 
 
 def _identity(files: str, form: Format) -> str:
-    """The digest of the files, and of what else decides what the weights compute."""
+    """Combines the digest of the files with everything else that decides what the weights compute."""
     made = [form.name] if form.int8 else []
     return digest.of_text(files, *made) if made else files

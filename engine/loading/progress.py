@@ -1,4 +1,4 @@
-"""How far loading has come."""
+"""Reports the progress of loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allocator while weights are unpacked: freed memory goes back to the system at once, so the peak stays low."""
+"""Returns freed memory to the system at once while weights are unpacked, so that the peak stays low."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _LARGEST: Final = 32 << 20
 
 @contextlib.contextmanager
 def returning(device: torch.device) -> Iterator[None]:
-    """While weights are loaded to a device."""
     if device.type == "cuda":
         yield
         torch.cuda.empty_cache()

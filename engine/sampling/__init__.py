@@ -1,1 +1,1 @@
-"""From logits to token ids."""
+"""Chooses token ids from logits."""

@@ -1,5 +1,5 @@
-"""The noise behind every draw: a function of (seed, position, token id) alone, so that a seeded request repeats exactly
-whatever runs beside it. All decoders share it; integers wrap at 64 bits.
+"""Defines the noise behind every draw: a function of (seed, position, token id) alone, so that a seeded request repeats
+exactly whatever runs beside it. All decoders share it; integers wrap at 64 bits.
 
     key  = mix(seed + GOLDEN)
     bits = mix(key + position · GOLDEN + id · ODD)
@@ -18,7 +18,7 @@ _WORD = (1 << 64) - 1
 
 
 def seed_key(seed: int) -> int:
-    """The 64-bit key of a request, signed as torch holds it."""
+    """Returns the 64-bit key of a request, signed as torch holds it."""
     z = (seed + GOLDEN) & _WORD
     z = ((z ^ (z >> 30)) * _FIRST) & _WORD
     z = ((z ^ (z >> 27)) * _SECOND) & _WORD
@@ -26,13 +26,12 @@ def seed_key(seed: int) -> int:
 
 
 def signed(word: int) -> int:
-    """A 64-bit word as a two's complement integer."""
     word &= _WORD
     return word - (1 << 64) if word >> 63 else word
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """keys, positions int64 [rows]; ids int64 [rows or 1, n] → float64 [rows, n], exact near both ends of u."""
+    """Shapes: keys, positions int64 [rows]; ids int64 [rows or 1, n] → float64 [rows, n], exact near both ends of u."""
     z = (keys + positions * signed(GOLDEN)).unsqueeze(1) + ids * signed(ODD)
     z = (z ^ _shift(z, 30)) * signed(_FIRST)
     z = (z ^ _shift(z, 27)) * signed(_SECOND)
@@ -42,5 +41,5 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> to
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Right, filling with zeros."""
+    """Shifts right, filling with zeros."""
     return (z >> by) & ((1 << (64 - by)) - 1)

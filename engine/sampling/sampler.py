@@ -1,4 +1,4 @@
-"""From logits to token ids, all rows at once, each by its own parameters.
+"""Samples all rows at once, each by its own parameters.
 
 Order: logit_bias, penalties (repetition over prompt and output, presence and frequency over output), stop tokens barred
 until min_tokens, temperature, top_k, top_p, min_p, one draw. Each filter keeps what is at least as likely as the last
@@ -27,7 +27,7 @@ COLDEST = 1e-20  # temperatures below it are not numbers in float32
 
 @dataclass(frozen=True, slots=True)
 class BatchParams:
-    """The parameters of a set of rows, as tensors [rows]; made anew when the set changes."""
+    """Parameters of a set of rows, as tensors [rows]; rebuilt when the set changes."""
 
     sequences: tuple[SequenceState, ...]
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, ids, values
@@ -62,8 +62,8 @@ class Sampler:
     def sample(
         self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()
     ) -> list[RowResult]:
-        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. A sequence may have
-        several rows: each is chosen as if the tokens `assumed` for it followed the sequence's last one."""
+        """Samples logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. A sequence
+        may have several rows: each is chosen as if the tokens `assumed` for it followed the sequence's last one."""
         batch = self._params(tuple(sequences))
         chosen = self._chosen(batch, logits, assumed)
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
@@ -74,13 +74,13 @@ class Sampler:
         if asked:
             counts = [batch.sequences[row].logprobs or 0 for row in asked]
             tokens = [chosen[row] for row in asked]
-            told = token_logprobs(logits[self._integers(asked)], self._integers(tokens), counts)
-            for row, token, one in zip(asked, tokens, told, strict=True):
+            logprobs = token_logprobs(logits[self._integers(asked)], self._integers(tokens), counts)
+            for row, token, one in zip(asked, tokens, logprobs, strict=True):
                 found[row] = RowResult((token,), (one,))
         return found
 
     def choose(self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()) -> list[int]:
-        """As `sample`, without log-probabilities; -1 where there is no id."""
+        """Samples without log-probabilities; -1 where there is no id."""
         return self._chosen(self._params(tuple(sequences)), logits, assumed)
 
     def _chosen(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> list[int]:
@@ -199,7 +199,7 @@ class Sampler:
         return logits - presence * (counts > 0) - frequency * counts
 
     def _draw(self, batch: BatchParams, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[drawn, vocab] → ids [drawn]."""
+        """Shapes: [drawn, vocab] → ids [drawn]."""
         # Less the best, before a tiny temperature could overflow.
         heat = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature
         if not batch.filtered:
@@ -241,7 +241,7 @@ def _filtered(one: SamplingParams) -> bool:
 
 
 def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """The least log-weight [rows, 1] that top_k and then top_p keep.
+    """Returns the least log-weight [rows, 1] that top_k and then top_p keep.
 
     ordered [rows, n] descends; mass [rows, 1] is the weight of all tokens. Where n do not suffice: the last.
     """
@@ -256,7 +256,8 @@ def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> list[TokenLogprob]:
-    """Log-probabilities of rows [rows, vocab]: of each one's token, and of as many best as it asks for."""
+    """Returns log-probabilities of rows [rows, vocab]: of each one's token, and of the requested number of best
+    ones."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

@@ -1,5 +1,4 @@
-"""Which tokens each slot's sequence has seen and made, for the penalties: kept for sequences that have any, and brought
-up to date when they sample."""
+"""Counts each slot's tokens for the penalties: kept for sequences that have any, and updated when they sample."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from engine.scheduling.sequence_state import SequenceState
 
 
 class TokenHistory:
-    """Per slot: whether a token occurred at all, and how often it was generated."""
+    """Holds per slot whether a token occurred at all, and how often it was generated."""
 
     def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
         self._owners: list[SequenceState | None] = [None] * slots  # whose tokens are in a slot's tables
-        self._counted = [0] * slots  # so many of them
+        self._counted = [0] * slots  # tokens counted
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
 
     def of(self, sequences: Rows[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:
-        """seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
+        """Returns seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
         seen, generated = self._ready()
         for sequence in sequences:
             self._count(sequence, seen, generated)

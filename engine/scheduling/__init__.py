@@ -1,1 +1,1 @@
-"""Who runs, how far and in which order, and the step as data. No torch."""
+"""Decides which sequences run, how far and in which order, and defines the step as data. No torch."""

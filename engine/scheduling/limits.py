@@ -1,4 +1,4 @@
-"""What the scheduler is bound by."""
+"""Defines the scheduler's limits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a step and a sequence may take."""
-
     max_sequences: int
     max_batch_tokens: int  # prompt tokens a step
     max_context: int  # tokens a sequence

@@ -1,5 +1,5 @@
-"""A set of (rank, key) pairs kept in order. Adding and removing search in log n and shift an array of pointers, which
-for tens of thousands is a few microseconds and leaves nothing dead behind, unlike a heap."""
+"""Keeps a set of (rank, key) pairs in order. Adding and removing search in log n and shift an array of pointers, which
+for tens of thousands is a few microseconds and leaves no dead entries, unlike a heap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 
 
 class Ordered:
-    """(rank, key) pairs, lowest first."""
+    """Holds (rank, key) pairs, lowest first."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[float, int]] = []
@@ -16,7 +16,6 @@ class Ordered:
         return len(self._pairs)
 
     def first(self) -> tuple[float, int] | None:
-        """The lowest pair."""
         return self._pairs[0] if self._pairs else None
 
     def add(self, rank: float, key: int) -> None:

@@ -1,4 +1,4 @@
-"""What new ids mean for their sequence: how many of them count, and whether they end it."""
+"""Applies new ids to their sequence: how many of them count, and whether they end it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from engine.scheduling.sequence import Sequence
 _FAILURES = {None: Failure.STEP, RowEnd.STUCK: Failure.CONSTRAINT, RowEnd.COSTLY: Failure.CONSTRAINT_COST}
 
 
-def told(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
-    """The log-probabilities of the prompt that a row brought and its reader was not told before a preemption."""
+def scored_tokens(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
+    """Returns the log-probabilities of the prompt that a row returned and its reader did not get before a
+    preemption."""
     fresh = brought.prompt_logprobs[sequence.scored - row.start :]
     sequence.scored += len(fresh)
     return fresh
 
 
 def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
-    """Adds to the sequence what a row brought, up to its end; the event for its reader."""
+    """Adds a row's ids to the sequence, up to its end; returns the event for its reader."""
     ids, end = brought.token_ids, brought.end
-    scores = told(sequence, row, brought) if row.score else ()
+    scores = scored_tokens(sequence, row, brought) if row.score else ()
     if not ids:
         return _without_token(sequence, row, end, scores, now)
     kept, reason = _ending(sequence, ids, max_context)
@@ -63,7 +64,7 @@ def _start(sequence: Sequence, now: float) -> Start:
 
 
 def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:
-    """How many of the ids count, and the reason where the last of them ends the sequence."""
+    """Returns how many of the ids count, and the reason where the last of them ends the sequence."""
     stopping = sequence.request.stopping
     if not stopping.max_tokens:
         return 0, FinishReason.LENGTH
@@ -79,7 +80,6 @@ def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple
 
 
 def finish(sequence: Sequence, reason: FinishReason, now: float, stop_token_id: int | None = None) -> Finish:
-    """The account of a sequence that ends now."""
     planned = now if sequence.first_planned_at is None else sequence.first_planned_at
     first = now if sequence.first_token_at is None else sequence.first_token_at
     last = first if sequence.last_token_at is None else sequence.last_token_at

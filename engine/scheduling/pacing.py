@@ -1,10 +1,10 @@
-"""How many sequences may run at once, and how many prompt tokens stand beside them, so that tokens of a stream come no
-further apart than a target says. Torch-free; without a target it bounds nothing and measures nothing.
+"""Bounds running sequences and prompt tokens so that a stream's tokens are no further apart than a target. Torch-free;
+without a target it bounds nothing and measures nothing.
 
-What a step takes is learnt from steps: of so many rows that decode, and what so many prompt tokens add. Rows may take
-most of the target, and prompts the rest. More start only while steps are well below that, and by no more than a step's
-time would grow if it were all for rows. Fewer start once steps are above it; those that run go on: to feed them by
-turns would bring each of them fewer tokens.
+A step's time is learnt from steps: by its decoding rows, and what its prompt tokens add. Rows may take most of the
+target, and prompts the rest. More sequences start only while steps are well below that, and by no more than a step's
+time would grow if it were all for rows. Fewer start once steps are above it; running ones go on: to feed them by turns
+would give each of them fewer tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _TRICKLE = 0.05  # of the target that is saved for prompts in a step without any
 _BUCKETS = 2  # of sizes, from one to its double
 
 
-class Costs:
-    """Seconds by size, as they were lately; sizes near each other are one."""
+class StepCosts:
+    """Smoothed seconds by size; sizes near each other share an entry."""
 
     def __init__(self, rising: float) -> None:
-        self._rising = rising  # how a size that was not measured yet is foretold: 1 as sizes do, 0 not at all
+        self._rising = rising  # how a size that was not measured yet is predicted: 1 as sizes do, 0 not at all
         self._known: dict[int, float] = {}  # by bucket
 
     def of(self, size: int) -> float | None:
-        """None before any was measured."""
+        """Returns None before any was measured."""
         if not size:
             return 0.0
         if not self._known:
@@ -44,7 +44,6 @@ class Costs:
         return self._known[nearest] * float(2.0 ** (self._rising * (bucket - nearest) / _BUCKETS))
 
     def learn(self, size: int, seconds: float) -> None:
-        """One step's."""
         bucket = _bucket(size)
         known = self._known.get(bucket, seconds)
         self._known[bucket] = known + _NEWEST * (seconds - known)
@@ -55,14 +54,12 @@ def _bucket(size: int) -> int:
 
 
 class Pacing:
-    """Asked before each step, told after it."""
-
     def __init__(self, target: float | None, most_rows: int) -> None:
         self._target = target  # seconds between two tokens of a stream
         self._most = most_rows
         self._rows = float(most_rows if target is None else min(_FIRST, most_rows))
-        self._of_rows = Costs(rising=0.0)  # a token of each
-        self._of_prompts = Costs(rising=1.0)
+        self._of_rows = StepCosts(rising=0.0)  # a token of each
+        self._of_prompts = StepCosts(rising=1.0)
         self._running = 0  # sequences, when the step was planned
         self._measured = 0  # steps since the bound was changed
         self._saved = 0.0  # seconds
@@ -70,11 +67,12 @@ class Pacing:
 
     @property
     def rows(self) -> int:
-        """Sequences that may run at once."""
+        """Returns how many sequences may run at once."""
         return int(self._rows)
 
     def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
-        """That the next step may feed, of `most`, beside those of the running that decode."""
+        """Returns how many prompt tokens, of `most`, the next step may feed beside the running sequences that
+        decode."""
         if self._target is None:
             return most
         left = [len(one.token_ids) - one.computed for one in running if not one.paused]
@@ -91,16 +89,14 @@ class Pacing:
         return min(tokens, most)
 
     def begin(self, now: float) -> None:
-        """A step was planned."""
         if self._began is None:
             self._began = now
 
     def idle(self) -> None:
-        """Nobody can be fed, or a step did not come back: nothing is measured from before."""
+        """Discards the measurement: nothing can be fed, or a step failed."""
         self._began = None
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """The step has come back."""
         began, self._began = self._began, now
         if self._target is None or began is None or now <= began:
             return
@@ -115,8 +111,8 @@ class Pacing:
             self._bound(self._of_rows.of(rows) or 0.0, self._target)
 
     def _save(self, seconds: float, fed: int) -> None:
-        """A step with rows was so much shorter than the target. What is saved goes to prompts of which not even the
-        least chunk would fit into a step; a little is always, or they would stand still."""
+        """Saves the time by which a step with rows was shorter than the target, for prompts whose least chunk would not
+        fit into a step; a little is always saved, or they would stand still."""
         assert self._target is not None
         most = max(self._target, self._of_prompts.of(_LEAST) or 0.0)
         if not fed:
@@ -124,22 +120,22 @@ class Pacing:
         self._saved = min(max(self._saved + seconds, -self._target), most)
 
     def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
-        """Of rows that brought so many tokens each, beside prompts. What was otherwise than foretold is shared out as
-        what was foretold."""
+        """Learns from rows with `tokens` each, beside prompts. The deviation from the prediction is divided in the
+        prediction's proportions."""
         of_rows, of_prompts = self._of_rows.of(rows), self._of_prompts.of(fed)
         if of_rows is None:
             of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
         if of_prompts is None:
             of_prompts = max(seconds - of_rows * tokens, 0.0)
-        foretold = of_rows * tokens + of_prompts
-        share = seconds / foretold if foretold > 0 else 1.0
+        predicted = of_rows * tokens + of_prompts
+        share = seconds / predicted if predicted > 0 else 1.0
         if rows:
             self._of_rows.learn(rows, of_rows * share)
         if fed:
             self._of_prompts.learn(fed, of_prompts * share)
 
     def _bound(self, taken: float, target: float) -> None:
-        """By the seconds that a token takes where nothing is fed beside the rows."""
+        """Bounds the rows by the seconds that a token takes where nothing is fed beside them."""
         self._measured += 1
         if self._measured < _STEPS or taken <= 0:
             return

@@ -1,4 +1,4 @@
-"""The step as data: what a step is to do, and what came of it. Torch-free.
+"""Defines the step as data: what a step is to do, and its result. Torch-free.
 
 A plan refers to no live object, so it can be logged, replayed, and sent to several workers. They are msgspec structs
 and not dataclasses, since a step builds some of them and a struct takes an eighth of the time.
@@ -18,14 +18,14 @@ from engine.api import Constraint, ModelInfo, SamplingParams, Stopping, TokenLog
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence gives its slot up: it has ended, or was preempted. Nothing happens where the slot is not its own."""
+    """Releases a sequence's slot: it has ended, or was preempted. No effect where the slot is another's."""
 
     key: int
     slot: int
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence gets a slot, and begins there with no page. One that holds the slot already begins anew."""
+    """Gives a sequence a slot, where it begins without a page. One that holds the slot already begins anew."""
 
     key: int
     slot: int
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """What a step is to do. Releases come before admissions. After a step that failed both are said again."""
+    """A step to run. Releases come before admissions. After a failed step both are repeated."""
 
     rows: tuple[Row, ...]
     admitted: tuple[Admitted, ...] = ()
@@ -66,7 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowEnd(enum.StrEnum):
-    """How a constraint ends its sequence behind the ids that a row brought."""
+    """How a constraint ends its sequence behind a row's ids."""
 
     COMPLETE = "complete"  # nothing may follow
     STUCK = "stuck"  # something must follow, and no token is left for it
@@ -75,23 +75,22 @@ class RowEnd(enum.StrEnum):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """What a row that sampled or scored brought: one id or several, fewer or as many logprobs as ids.
+    """Result of a row that sampled or scored: one id or several, fewer or as many logprobs as ids.
 
     Several only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be in
     them, since the keys and values of all new ids but the last and the forced ones count as computed. None at all: its
-    logits were not finite, and this sequence alone fails, unless `end` says otherwise.
+    logits were not finite, and this sequence alone fails, unless `end` states otherwise.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     draft_proposed: int = 0  # draft tokens that were verified for these ids
     draft_accepted: int = 0  # those of them that are among these ids
-    forced: int = 0  # of the ids, the last so many: a constraint left no choice, and they are still to be fed
+    forced: int = 0  # of the ids, the last ones: a constraint left no choice, and they are still to be fed
     end: RowEnd | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt's tokens from start + 1 on, where it scores
 
     def scored(self, logprobs: tuple[TokenLogprob, ...]) -> RowResult:
-        """With these of the prompt."""
         return msgspec.structs.replace(self, prompt_logprobs=logprobs)
 
 
@@ -114,7 +113,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """By key, one entry for each row that sampled or scored."""
+    """Results by key, one entry for each row that sampled or scored."""
 
     rows: Mapping[int, RowResult]
     assignment: Assignment | None = None  # None: the runner has a single executor
@@ -125,13 +124,13 @@ class WrongResult(ValueError):
 
 
 class PageAccess(Protocol):
-    """The bytes of full pages, one page after the other, in an order that `layout` names."""
+    """Reads and writes bytes of full pages, one page after the other, in an order that `layout` names."""
 
     @property
     def layout(self) -> BlockLayout: ...
 
     def buffer(self, size: int) -> memoryview:
-        """Host memory to fetch into."""
+        pass
 
     def read(self, pages: Items[int], into: memoryview) -> None: ...
 
@@ -139,7 +138,7 @@ class PageAccess(Protocol):
 
 
 class Runner(Protocol):
-    """Does steps: `engine.execution.runner` with torch, `engine.fake` without."""
+    """Runs steps: `engine.execution.runner` with torch, `engine.fake` without."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -151,8 +150,8 @@ class Runner(Protocol):
         """Does a step, as a recorded assignment says where one is given."""
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
-        """What it may do while it waits for a step, again and again: a short piece of other work, True where there was
-        any. It raises nothing."""
+        """Sets work to do repeatedly while waiting for a step: a short piece, True where there was any. It raises
+        nothing."""
 
     def set_optimization(self, name: str, enabled: bool) -> None:
         """Raises Unsupported for a name it does not have."""

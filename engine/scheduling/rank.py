@@ -1,9 +1,8 @@
-"""Who goes first, and when time is up.
+"""Orders sequences by rank, and finds when their time is up.
 
-All order comes from one rank: arrival, put forward by AGING seconds a priority level, and as the front
-says where tenants take turns. Who waits longer than that is
-overtaken no more, so nobody starves, and since the lowest rank is never preempted, every step brings the whole nearer
-to its end.
+The one rank is arrival, advanced by AGING seconds a priority level, and by the front where tenants take turns. A
+sequence that waits longer than that is overtaken no more, so none starves, and since the lowest rank is never
+preempted, every step makes progress.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from engine.scheduling.sequence import Sequence
 
 
 def rank(sequence: Sequence) -> tuple[float, int]:
-    """Who goes first: the lower. No two are alike."""
+    """Returns the order: the lower is served first. No two are alike."""
     request = sequence.request
     return request.arrived_at - AGING * request.priority - request.forward, sequence.key
 
 
 def timer(sequence: Sequence) -> float | None:
-    """The earlier of deadline and expiry."""
+    """Returns the earlier of deadline and expiry."""
     request = sequence.request
     times = [time for time in (request.deadline, request.expires_at) if time is not None]
     return min(times, default=None)

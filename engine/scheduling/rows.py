@@ -1,4 +1,4 @@
-"""A live sequence as plans speak of it."""
+"""Converts a live sequence to rows of plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from engine.scheduling.sequence import Sequence
 
 
 def admission_of(sequence: Sequence) -> Admitted:
-    """It gets its slot."""
     request = sequence.request
     return Admitted(
         key=sequence.key,
@@ -24,7 +23,7 @@ def admission_of(sequence: Sequence) -> Admitted:
 
 
 def row_of(sequence: Sequence, start: int, count: int, sample: bool) -> Row:
-    """Its share of a step, with those of its pages that no plan has named since it got its slot."""
+    """Returns its share of a step, with those of its pages that no plan has named since it got its slot."""
     first, pages = sequence.planned_pages, sequence.pages
     score = sequence.request.prompt_logprobs is not None and sequence.scores(start + count)
     if first == len(pages):

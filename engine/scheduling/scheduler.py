@@ -1,5 +1,5 @@
-"""Decides which sequences a step feeds and how far, and takes in what the step brought. Owns the live sequences; which
-of them run, `slots` says. Torch-free."""
+"""Decides which sequences a step feeds and how far, and applies the step's results. Owns the live sequences; `slots`
+decides which of them run. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from engine.ipc.events import Event, Failure
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.shared_tier import BlockTier
+from engine.scheduling.background_throttle import BackgroundThrottle
 from engine.scheduling.limits import Limits
 from engine.scheduling.ordered import Ordered
-from engine.scheduling.outcome import finish, take, told
+from engine.scheduling.outcome import finish, scored_tokens, take
 from engine.scheduling.pacing import Pacing
 from engine.scheduling.plan import Row, RowEnd, StepPlan, StepResult, WrongResult
 from engine.scheduling.rank import timer
 from engine.scheduling.rows import row_of
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.slots import Slots
-from engine.scheduling.tally import Tally
+from engine.scheduling.tally import LoadTally
 from engine.scheduling.turns import Turns
-from engine.scheduling.yielding import Yielding
 from engine.settings import PAGE_SIZE
 
 
 class Masks(Protocol):
-    """Tracks the masks of the sequences with a constraint."""
-
     def ready(self, key: int) -> bool:
         """Returns whether a step that chooses the sequence's next token has its mask, or needs to wait for it only
         briefly."""
@@ -39,7 +37,7 @@ _WAITS = 2  # steps in a row that second tokens wait for others' first ones
 
 
 class Scheduler:
-    """plan → run → commit, with admit, cancel, pause and resume in between."""
+    """Cycles through plan → run → commit, with admit, cancel, pause and resume in between."""
 
     def __init__(
         self,
@@ -62,12 +60,12 @@ class Scheduler:
         self._turns = Turns(limits.max_batch_tokens)
         self._pacing = Pacing(limits.target_tpot, limits.max_sequences)
         self._slots = Slots(limits, self._prefixes, self._pacing, batching=batching)
-        self._yielding = Yielding()
-        self._watched = 0  # live sequences of interactive priority
+        self._throttle = BackgroundThrottle()
+        self._interactive = 0  # live sequences of interactive priority
         self._fetching: dict[int, Sequence] = {}
         self._begun: set[int] = set()  # keys of those that were not fed since their prompt ended
         self._waited = 0  # steps in a row that they were left out of
-        self._tally = Tally()
+        self._tally = LoadTally()
 
     # What the front asks for
 
@@ -81,7 +79,7 @@ class Scheduler:
         if request.stopping.max_tokens < (request.prompt_logprobs is None):
             raise ValueError("max_tokens is too low")
         self._live[sequence.key] = sequence
-        self._watched += request.priority == Priority.INTERACTIVE
+        self._interactive += request.priority == Priority.INTERACTIVE
         self._turns.admitted(sequence)
         if self._tier is not None and self._tier.ask(sequence):
             sequence.fetching = True
@@ -98,13 +96,12 @@ class Scheduler:
             self._remove(sequence)
 
     def pause(self, key: int) -> None:
-        """Plans it no more until `resume`. It keeps its pages while nobody else wants them."""
+        """Stops planning a sequence until `resume`. It keeps its pages while no other needs them."""
         sequence = self._live.get(key)
         if sequence is not None and not sequence.paused:
             self._slots.pause(sequence)
 
     def resume(self, key: int) -> None:
-        """Undoes `pause`."""
         sequence = self._live.get(key)
         if sequence is not None and sequence.paused:
             self._slots.resume(sequence)
@@ -121,7 +118,7 @@ class Scheduler:
 
     @property
     def fetching(self) -> int:
-        """Sequences that wait for the shared tier; `collect` is to be called soon."""
+        """Returns how many sequences wait for the shared tier; `collect` must be called soon."""
         return len(self._fetching)
 
     def collect(self) -> None:
@@ -134,7 +131,7 @@ class Scheduler:
             self._slots.enqueue(sequence)
 
     def start_early(self) -> None:
-        """Gives the first that waits its slot while a step runs, if one is free: nobody in that step loses anything."""
+        """Gives the first waiting sequence a free slot while a step runs, which costs that step nothing."""
         if self._slots.spare:
             self._slots.start_first()
 
@@ -152,7 +149,7 @@ class Scheduler:
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None where nobody can be fed."""
+        """Returns the next step; None where nothing can be fed."""
         self._slots.start_waiting()
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
@@ -183,7 +180,7 @@ class Scheduler:
             rows += [row_of(sequence, sequence.computed, 1, True) for sequence in begun]
         if not rows:
             self._pacing.idle()
-            self._yielding.away()
+            self._throttle.away()
             return None
         self._pacing.begin(now)
         return self._slots.planned(rows)
@@ -194,13 +191,13 @@ class Scheduler:
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
     def _to_feed(self) -> tuple[Items[Sequence], int]:
-        """Whom the next step may feed, and how many prompt tokens."""
+        """Returns the sequences that the next step may feed, and how many prompt tokens."""
         running, changes = self._slots.running, self._slots.changes
         budget = self._pacing.prompt_tokens(running, self._turns.budget)
         fed = self._turns.next(running)
-        if not self._watched:
+        if not self._interactive:
             return fed, budget
-        return self._yielding.choose(fed, budget, changes if len(fed) == len(running) else None)
+        return self._throttle.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
         """Applies a step's result and returns the events for readers. Raises WrongResult, and applies nothing, where
@@ -208,8 +205,8 @@ class Scheduler:
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
-        if self._watched:
-            self._yielding.ended(plan, result, now)
+        if self._interactive:
+            self._throttle.ended(plan, result, now)
         self._tally.steps += 1
         events = []
         for row in plan.rows:
@@ -243,7 +240,7 @@ class Scheduler:
         self._prefixes.note(sequence)
         if not row.score:
             return []
-        return [Event(sequence.key, prompt_logprobs=told(sequence, row, result.rows[row.key]))]
+        return [Event(sequence.key, prompt_logprobs=scored_tokens(sequence, row, result.rows[row.key]))]
 
     def fail(self, plan: StepPlan) -> list[Event]:
         """Ends all that a broken step was to feed."""
@@ -271,17 +268,15 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Is true while the step planned last feeds part of a step that failed."""
+        """Whether the step planned last feeds part of a step that failed."""
         return self._turns.repeats
 
     @property
     def live(self) -> int:
-        """Sequences that have not ended."""
         return len(self._live)
 
     @property
     def load(self) -> EngineLoad:
-        """How busy it is now."""
         waiting = self._slots.waiting + sum(not sequence.paused for sequence in self._fetching.values())
         return EngineLoad(
             running=len(self._live) - waiting - self._slots.paused,
@@ -298,10 +293,10 @@ class Scheduler:
     # How steps and sequences end
 
     def _take_back(self, plan: StepPlan) -> list[Sequence]:
-        """Says again what a step that did not come back was to take in, as nobody knows whether the runner did. Whom it
-        was to feed and who still holds a slot."""
+        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that it
+        was to feed and that still hold a slot."""
         self._pacing.idle()
-        self._yielding.away()
+        self._throttle.away()
         self._slots.say_again(plan)
         fed = [self._live.get(row.key) for row in plan.rows]
         return [sequence for sequence in fed if sequence is not None and sequence.slot >= 0]
@@ -317,11 +312,11 @@ class Scheduler:
             )
         most = self._limits.max_tokens_per_row
         if any(len(brought.token_ids) - brought.forced > most for brought in result.rows.values()):
-            raise WrongResult(f"a row brought more than {most} ids")
+            raise WrongResult(f"a row returned more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
-        """Whether those whose prompts have just ended wait while others' end, instead of decoding beside them with
-        nobody else: those first tokens would come a decoding step later, and their own second ones no earlier."""
+        """Whether sequences whose prompts have just ended wait while others' prompts end, instead of decoding alone
+        beside them: those first tokens would come a decoding step later, and their own second ones no earlier."""
         passes = all(row.count > 1 for row in others)
         ending = [self._live[row.key].request.priority for row in others if row.count > 1 and row.sample]
         own = max(sequence.request.priority for sequence in begun)
@@ -345,11 +340,10 @@ class Scheduler:
         return False
 
     def _remove(self, sequence: Sequence, sound: bool = True) -> None:
-        """Ends a live sequence, wherever it is."""
         del self._live[sequence.key]
-        self._watched -= sequence.request.priority == Priority.INTERACTIVE
-        if not self._watched:
-            self._yielding.away()
+        self._interactive -= sequence.request.priority == Priority.INTERACTIVE
+        if not self._interactive:
+            self._throttle.away()
         self._turns.ended(sequence)
         self._begun.discard(sequence.key)
         when = timer(sequence)

@@ -1,4 +1,4 @@
-"""The one mutable record of a live request. Only the engine loop writes it."""
+"""Holds the one mutable record of a live request. Only the engine loop writes it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way: prompt, output so far, pages, and where it stands."""
+    """State of a live request: prompt, output so far, pages."""
 
     request: GenerationRequest
     token_ids: list[int]  # prompt, then output
     slot: int = -1  # index into per-sequence device state while it runs, else -1
     computed: int = 0  # tokens whose keys and values are in `pages`
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
-    planned_pages: int = 0  # the first so many are as plans have said since it got its slot
+    planned_pages: int = 0  # of `pages`, how many plans have named since it got its slot
     paused: bool = False  # its reader is behind
     fetching: bool = False  # waits for keys and values from the shared tier
     first_planned_at: float | None = None
@@ -49,34 +49,33 @@ class Sequence:
     prefix: Prefix = field(default_factory=Prefix)
     reached: int = 0  # the most that `computed` ever was
     cached_tokens: int = 0  # of the prompt, that others had computed
-    scored: int = 0  # log-probabilities of the prompt that its reader was told
-    solo: tuple[int, int] = (0, 0)  # steps that begin with so many output tokens, from and up to, feed nobody else
+    scored: int = 0  # log-probabilities of the prompt that its reader got
+    solo: tuple[int, int] = (0, 0)  # steps from and up to these output tokens feed no other sequence
 
     @property
     def prompt_length(self) -> int:
-        """Tokens given by the caller."""
         return len(self.request.token_ids)
 
     @property
     def output_length(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - len(self.request.token_ids)
 
     @property
     def in_solo(self) -> bool:
-        """Whether the next step that feeds it may feed nobody else."""
+        """Whether the next step that feeds it may feed no other sequence."""
         return self.solo[0] <= self.output_length < self.solo[1]
 
     def scores(self, end: int) -> bool:
-        """Whether computing up to `end` brings log-probabilities of the prompt that were not told yet."""
+        """Whether computing up to `end` yields log-probabilities of the prompt that were not sent yet."""
         return self.scored < min(end, self.prompt_length - 1)
 
     def advance(self, computed: int) -> None:
-        """So many tokens are computed now."""
+        """Records that `computed` tokens are computed."""
         self.computed = computed
         self.reached = max(self.reached, computed)
 
     def skip_to(self, computed: int) -> None:
-        """As `advance`, where others did the work. What it had computed itself before it lost its pages is no gain."""
+        """As `advance`, where shared pages did the work. What it had computed itself before it lost its pages is no
+        gain."""
         self.cached_tokens += max(0, min(computed, self.prompt_length) - self.reached)
         self.advance(computed)

@@ -1,4 +1,4 @@
-"""What a runner was told of the sequences that hold its slots. Torch-free.
+"""Mirrors the sequences that hold slots for a runner. Torch-free.
 
 The scheduler has its own record of each sequence; the two agree because both follow the same plans and results.
 """
@@ -32,7 +32,6 @@ class SequenceState:
 
     @property
     def output_length(self) -> int:
-        """Tokens generated so far."""
         return len(self.token_ids) - self.prompt_length
 
     def last_position(self, max_context: int) -> int:
@@ -41,7 +40,7 @@ class SequenceState:
         return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
 
     def set_pages(self, first: int, pages: Iterable[int]) -> None:
-        """From page `first` on, these."""
+        """Sets the pages from page `first` on."""
         if first > len(self.pages):
             raise EngineFailed(f"sequence {self.key} has {len(self.pages)} pages, page {first} cannot follow them")
         if first < len(self.pages):
@@ -51,13 +50,11 @@ class SequenceState:
 
 
 class SequenceTable:
-    """Slot → the sequence that holds it."""
-
     def __init__(self) -> None:
         self._held: dict[int, SequenceState] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Takes in all that the plan says of slots and pages. Raises EngineFailed for a row that holds no slot."""
+        """Applies a plan's slots and pages. Raises EngineFailed for a row that holds no slot."""
         held = self._held
         for released in plan.released:
             state = held.get(released.slot)
@@ -73,13 +70,11 @@ class SequenceTable:
                 state.set_pages(row.first_page, row.pages)
 
     def append(self, rows: Iterable[Row], results: Mapping[int, RowResult]) -> None:
-        """Adds what these rows brought to their sequences."""
         for row in rows:
             if row.sample:
                 self._held[row.slot].token_ids += results[row.key].token_ids
 
     def of(self, row: Row) -> SequenceState:
-        """The row's sequence."""
         return self._held[row.slot]
 
     def at(self, slot: int) -> SequenceState:
@@ -92,7 +87,7 @@ class SequenceTable:
 
 
 def begin(admitted: Admitted) -> SequenceState:
-    """A sequence as it is right after its admission."""
+    """Returns a sequence as it is right after its admission."""
     return SequenceState(
         key=admitted.key,
         slot=admitted.slot,
@@ -108,7 +103,7 @@ def begin(admitted: Admitted) -> SequenceState:
 
 
 def readmission(state: SequenceState) -> Admitted:
-    """The admission that would give the sequence a slot as it is now: `begin`, the other way round."""
+    """Returns the admission that would recreate the sequence as it is now, the inverse of `begin`."""
     return Admitted(
         key=state.key,
         slot=state.slot,

@@ -1,5 +1,4 @@
-"""Which sequences run: slots and pages are given to those that wait, strictly by `rank`, and taken away from the last
-where pages lack. Torch-free.
+"""Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack. Torch-free.
 
 A sequence is running (it has a slot) or waiting; one that is fetching or parked (its reader is behind) may have no slot
 and does not wait for one.
@@ -22,7 +21,7 @@ from engine.settings import PAGE_SIZE
 
 
 class Slots:
-    """Of live sequences. What plans have yet to say of who came and went is kept here as well."""
+    """Holds live sequences' slots, and the releases and admissions that plans have yet to carry."""
 
     def __init__(self, limits: Limits, prefixes: PrefixIndex, pacing: Pacing, *, batching: bool) -> None:
         self._limits = limits
@@ -41,7 +40,6 @@ class Slots:
 
     @property
     def waiting(self) -> int:
-        """Sequences."""
         return len(self._waiting)
 
     @property
@@ -51,24 +49,23 @@ class Slots:
 
     @property
     def most_running(self) -> int:
-        """Sequences that may run at once."""
+        """Returns how many sequences may run at once."""
         return min(self._width, self._pacing.rows)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Lets it wait for a slot, if it has none and nothing else to wait for."""
+        """Enqueues a sequence for a slot, if it has none and waits for nothing else."""
         if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
             self._line.add(*rank(sequence))
             self._waiting[sequence.key] = sequence
 
     def pause(self, sequence: Sequence) -> None:
-        """It keeps its slot and pages while nobody else wants them."""
+        """Pauses a sequence, which keeps its slot and pages while no other needs them."""
         self._leave_line(sequence)
         sequence.paused = True
         self.paused += 1
         self.changes += 1
 
     def resume(self, sequence: Sequence) -> None:
-        """Undoes `pause`."""
         sequence.paused = False
         self.paused -= 1
         self.changes += 1
@@ -124,7 +121,7 @@ class Slots:
                 return False
 
     def remove(self, sequence: Sequence, *, sound: bool) -> None:
-        """It has ended. Not `sound`: what it computed is of no use to others."""
+        """Removes an ended sequence. Not `sound`: its computed pages must not be shared."""
         self.paused -= sequence.paused
         if sequence.slot >= 0:
             self._stop(sequence, sound=sound)
@@ -145,7 +142,7 @@ class Slots:
         return StepPlan(tuple(rows), tuple(map(admission_of, came)), released)
 
     def say_again(self, plan: StepPlan) -> None:
-        """The step of this plan did not come back, and nobody knows whether the runner took in who came and went."""
+        """Repeats the releases and admissions of a failed step, since the runner may not have applied them."""
         self._released = [*plan.released, *self._released]
         still = {sequence.key: sequence for sequence in self.running}
         for admitted in plan.admitted:
@@ -155,7 +152,7 @@ class Slots:
                 sequence.planned_pages = 0
 
     def begin_anew(self, sequence: Sequence) -> None:
-        """In its slot, behind the full pages that it has."""
+        """Restarts a sequence in its slot, behind the full pages that it has."""
         if sequence.slot not in self._admitted:
             self._released.append(Released(sequence.key, sequence.slot))
             self._admitted[sequence.slot] = sequence
@@ -169,7 +166,8 @@ class Slots:
         return self.spare or sum(not one.paused for one in self.running) < self.most_running
 
     def _given_way(self, sequence: Sequence) -> bool:
-        """For who is watched, one of the background that ranks behind gives up its slot: it might keep it for long."""
+        """Preempts the lowest-ranked background sequence to make room for an interactive one, since it might keep its
+        slot for long."""
         if sequence.request.priority != Priority.INTERACTIVE:
             return False
         ready = [one for one in self.running if not one.paused]
@@ -180,10 +178,10 @@ class Slots:
         return self._may_start()
 
     def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
-        """Whether one more sequence may start with so many pages besides those found; takes from the paused what it
+        """Whether one more sequence may start with `pages` pages besides those found; takes from paused ones what it
         lacks.
 
-        It may if afterwards each that runs could still get another page, lest it be thrown out again at once.
+        It may if afterwards each running one could still get another page, lest it be preempted at once.
         """
         prefixes = self._prefixes
         paused = [sequence for sequence in self.running if sequence.paused] if self.paused else []
@@ -198,7 +196,7 @@ class Slots:
         return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
 
     def _leave_line(self, sequence: Sequence) -> None:
-        """If it waits."""
+        """Removes it from the queue, if it waits."""
         if self._waiting.pop(sequence.key, None) is not None:
             self._line.discard(*rank(sequence))
 

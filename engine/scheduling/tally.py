@@ -1,4 +1,4 @@
-"""What a scheduler has done since its start."""
+"""Counts what a scheduler has done since its start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from engine.scheduling.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Tally:
-    """As `EngineLoad` names it."""
+class LoadTally:
+    """Fields as in `EngineLoad`."""
 
     steps: int = 0
     begun: int = 0
@@ -22,14 +22,12 @@ class Tally:
     draft_accepted: int = 0
 
     def begin(self, sequence: Sequence) -> None:
-        """Its first token has come."""
         self.prompt_tokens += sequence.prompt_length
         self.cached_tokens += sequence.cached_tokens
         self.begun += 1
         self.begun_cached += sequence.cached_tokens > 0
 
     def take(self, event: Event) -> None:
-        """New ids."""
         self.generated_tokens += len(event.token_ids)
         self.draft_proposed += event.draft_proposed
         self.draft_accepted += event.draft_accepted

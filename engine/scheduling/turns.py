@@ -1,5 +1,5 @@
-"""Which of the running sequences the next step may feed, and how many prompt tokens: all of them, unless one is in
-its solo or memory has run out.
+"""Chooses which running sequences the next step may feed, and how many prompt tokens: all of them, unless one is in its
+solo or memory has run out.
 
 Where a step found no memory, its rows are fed in halves, and halves of those, until the rest fits or a row is left
 alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are fed in
@@ -20,8 +20,6 @@ _PATIENCE = 3  # times in a row that a row may find none, alone and with the few
 
 
 class Turns:
-    """Asked before each step, told after it."""
-
     def __init__(self, prompt_tokens: int) -> None:
         self.budget = prompt_tokens  # of the next step
         self._whole = prompt_tokens
@@ -40,7 +38,7 @@ class Turns:
         self._solos.discard(sequence.key)
 
     def next(self, running: list[Sequence]) -> Items[Sequence]:
-        """Whom the next step may feed, in their order."""
+        """Returns the sequences that the next step may feed, in their order."""
         while self._parts:
             part = self._parts.popleft()
             chosen = [one for one in running if one.key in part and not one.paused]
@@ -53,7 +51,6 @@ class Turns:
         return tuple(running)
 
     def went_well(self) -> None:
-        """A step had the memory that it wanted."""
         self._hopeless = 0
         if self.budget < self._whole:
             self._calm += 1
@@ -61,7 +58,7 @@ class Turns:
                 self._calm, self.budget = 0, min(self._whole, 2 * self.budget)
 
     def split(self, rows: Items[Row]) -> bool:
-        """These found no memory together; or one of them alone. False where nothing less can be tried."""
+        """Splits rows that found no memory together. False where nothing less can be tried."""
         if len(rows) == 1 and rows[0].count <= PAGE_SIZE:
             self._hopeless += 1
             if self._hopeless == _PATIENCE:

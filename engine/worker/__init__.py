@@ -1,1 +1,2 @@
-"""The engine process: its start, its loop of three verbs, how a model is built into it, what it says of a machine."""
+"""Runs the engine process: its start, its loop of three verbs, building a model into it, and its report of a
+machine."""

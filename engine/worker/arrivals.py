@@ -1,4 +1,4 @@
-"""What comes from the front, and when it is obeyed: between steps, and short requests also while one runs."""
+"""Reads the front's commands, and obeys them between steps; short requests also while one runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 from engine.ipc.frames import Command, Submit
 from engine.ipc.framing import FrameError
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 
 _SHORT = 1024  # tokens of a prompt that is taken in within a tenth of a millisecond
 
 
 class Arrivals:
-    """The engine's end of the link, as far as it is read."""
-
-    def __init__(self, link: Link, obey: Callable[[Command], None]) -> None:
+    def __init__(self, link: EngineLink, obey: Callable[[Command], None]) -> None:
         self._link = link
         self._obey = obey
         self._came = deque[Command]()  # and is not obeyed yet

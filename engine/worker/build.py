@@ -1,4 +1,4 @@
-"""From settings to a runner that is ready: device, weights, page pool, executors. Everything `auto` is decided here."""
+"""Builds a runner from settings: device, weights, page pool, executors. Everything `auto` is decided here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.border import AGAIN
 from engine.loading.formats import Format, read_folder
-from engine.loading.load import Loaded, Loading, load
+from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
@@ -35,7 +35,6 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
-from engine.worker.foretold import Foretelling, foretell
 from engine.worker.hardware import (
     CpuFeatures,
     batch_tokens,
@@ -49,6 +48,7 @@ from engine.worker.hardware import (
     pick_walkers,
     with_pages,
 )
+from engine.worker.required_kernels import KernelQuery, required_kernels
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import dense_tensors
 
@@ -57,9 +57,7 @@ TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch say
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """All that executors are made from, and what ModelInfo says of it."""
-
+class PreparedModel:
     parts: Parts
     room: Room
     digest: str
@@ -74,7 +72,7 @@ def build(settings: EngineSettings, progress: Progress, constraints: Constraints
 
 
 def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> GpuKernels:
-    """Those of the model's GPU, which begin to be compiled. Where that cannot be, who wants them says why."""
+    """Begins to compile the kernels of the model's GPU. Where that is impossible, their users report why."""
     device = what.placement.device
     if device.type != "cuda" or settings.decoder == "eager":
         return GpuKernels()
@@ -84,12 +82,13 @@ def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> 
         return GpuKernels()
     memory = torch.cuda.get_device_properties(device).total_memory
     own = None if draft is None else (draft.config, draft.form)
-    library.compile_ahead(foretell(settings, Foretelling(what.config, what.form, library.gpu, memory, own)))
+    library.compile_ahead(required_kernels(settings, KernelQuery(what.config, what.form, library.gpu, memory, own)))
     return GpuKernels(library)
 
 
 def _try(runner: ModelRunner, folder: Path) -> None:
-    """One step before anybody is served: weights that are damaged anywhere give no number. Raises InvalidModel."""
+    """Runs one step before requests are served: weights that are damaged anywhere give no number. Raises
+    InvalidModel."""
     info, asked = runner.info, plain_request((0,))
     pages = range(min(info.total_pages, 1 + -(-info.lookahead_tokens // info.page_size)))
     sampling = replace(asked.sampling, temperature=1.0)  # a greedy choice overlooks minus infinity
@@ -103,8 +102,7 @@ def _try(runner: ModelRunner, folder: Path) -> None:
         raise InvalidModel(f"{folder}: its weights compute NaN or infinity; {AGAIN}")
 
 
-def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> Prepared:
-    """Weights and page pool in their places."""
+def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> PreparedModel:
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
@@ -137,7 +135,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
 def _loading(
     settings: EngineSettings, config: ModelConfig, form: Format, device: torch.device, progress: Progress
 ) -> Loading:
-    """Where the weights of a folder go, and as what."""
+    """Returns where the weights of a folder go, and in which form."""
     cpu, quantized = cpu_features(), form.in_memory is not None
     dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
@@ -147,8 +145,8 @@ def _loading(
 
 
 def _check_size(folder: Path, what: Loading) -> None:
-    """Before anything is allocated: memory that the system promises and does not have ends the process. Raises
-    Unsupported."""
+    """Checks sizes before anything is allocated: memory that the system promises and does not have ends the process.
+    Raises Unsupported."""
     placement = what.placement
     item = 0.5 if what.form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
     least = int(item * sum(math.prod(shape) for shape in dense_tensors(what.config).values()))
@@ -169,11 +167,11 @@ def _products(settings: EngineSettings, cpu: CpuFeatures, progress: Progress) ->
 def _assemble(
     settings: EngineSettings,
     what: Loading,
-    loaded: Loaded,
+    loaded: LoadedWeights,
     drafting: Drafting | None,
     constraints: Constraints,
     gpu: GpuKernels,
-) -> Prepared:
+) -> PreparedModel:
     config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
@@ -207,11 +205,12 @@ def _assemble(
         draft=draft,
         gpu=gpu,
     )
-    return Prepared(parts, room, loaded.digest, loaded.weight_format)
+    return PreparedModel(parts, room, loaded.digest, loaded.weight_format)
 
 
 def _products_folder() -> Path | None:
-    """Where the choice of products is kept; None for a user without a home, who chooses anew at each start."""
+    """Returns where the choice of products is kept; None for a user without a home, for whom it is made at each
+    start."""
     try:
         return default_cache().parent / "products"
     except RuntimeError:
@@ -220,14 +219,14 @@ def _products_folder() -> Path | None:
 
 def make_runner(
     settings: EngineSettings,
-    prepared: Prepared,
+    prepared: PreparedModel,
     progress: Progress,
     registry: tuple[ExecutorEntry, ...] = EXECUTORS,
 ) -> ModelRunner:
     """Chooses the executors and warms them. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
     choice = choose(settings.decoder, parts, registry)
-    # On a CPU all but one decoder are passed over, which nobody wonders at.
+    # On a CPU all but one decoder are passed over, as users expect.
     level = logging.DEBUG if parts.model.placement.device.type == "cpu" else logging.INFO
     for objection in choice.objections:
         _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)

@@ -1,4 +1,5 @@
-"""Requests whose constraint is still being compiled: they wait outside the queue, so that nobody waits for that."""
+"""Holds requests whose constraint is still being compiled outside the queue, so that no other request waits for
+that."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 from collections.abc import Iterable
 
 from engine.constraints.constraints import Constraints
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 from engine.ipc.events import Event, Failure
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
@@ -24,16 +25,16 @@ class Compiling:
 
     @property
     def waiting(self) -> bool:
-        """Whether `collect` is to be called soon."""
+        """Whether `collect` must be called soon."""
         return bool(self._waiting) or self._constraints.busy
 
     @property
     def kept(self) -> bool:
-        """Is true while `collect` must be called about every second, so that memory is given back."""
+        """Whether `collect` must be called about every second, so that memory is given back."""
         return self._constraints.kept
 
     def admit(self, sequence: Sequence) -> None:
-        """Now, or once its constraint is compiled. ValueError where it could never run."""
+        """Admits a request now, or once its constraint is compiled. ValueError where it could never run."""
         request = sequence.request
         if request.constraint is None:
             self._scheduler.admit(sequence)
@@ -43,7 +44,6 @@ class Compiling:
         self._constraints.begin_compiling(sequence.key, request.constraint, stops, forcing)
 
     def cancel(self, key: int) -> None:
-        """Of any request."""
         if self._waiting.pop(key, None) is None:
             self._scheduler.cancel(key)
         self._constraints.forget(key)
@@ -55,7 +55,7 @@ class Compiling:
                 self._constraints.forget(event.key)
 
     def collect(self) -> list[Event]:
-        """Lets those into the queue that need wait no longer; what ends those that never may."""
+        """Enqueues requests whose constraints are compiled; returns the ends of those that failed."""
         self._constraints.collect()
         failures = []
         for key, sequence in [*self._waiting.items()] if self._waiting else ():
@@ -73,6 +73,6 @@ class Compiling:
                     continue
             if self._constraints.unloadable:
                 _log.error("there can be no constraints with this model: %s", self._constraints.unloadable)
-            costly = reason is not Reason.UNMET
+            costly = reason is not ConstraintReason.UNMET
             failures.append(Event(key, failure=Failure.CONSTRAINT_COST if costly else Failure.CONSTRAINT))
         return failures

@@ -1,4 +1,4 @@
-"""How much memory of a GPU is in use, by whatever process."""
+"""Measures a GPU's memory in use by all processes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from collections.abc import Callable
 
 # Seconds between two questions to the driver, each of which takes up to 0.2 milliseconds.
-_IDLE = 1.0  # where nobody waits for the engine
-_BUSY = 10.0  # where somebody does
+_IDLE = 1.0  # where no request waits for the engine
+_BUSY = 10.0  # where one does
 
 
 class DeviceMemory:
-    """Of the present CUDA device; nothing else is asked."""
+    """Measures the present CUDA device only."""
 
     def __init__(
         self, ask: Callable[[], tuple[int, int]] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`ask` gives bytes that are free and that there are; None: the driver does."""
+        """`ask` returns free and total bytes; None: the driver does."""
         if ask is None:
             import torch  # seconds that an engine without a GPU need not pay
 
@@ -24,7 +24,7 @@ class DeviceMemory:
         self._ask = ask
         self._clock = clock
         self._asked_at = -_BUSY
-        self.known = (0, 0)  # bytes in use and in all, as the driver said last
+        self.known = (0, 0)  # bytes in use and in all, as the driver last reported
         self.look(idle=True)
 
     def look(self, *, idle: bool) -> None:

@@ -1,4 +1,4 @@
-"""What this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
+"""Reports what this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
 it as JSON.
 
 A process of its own, because it imports torch and initialises the GPU, which the command line should not do.
@@ -45,8 +45,6 @@ from quant.checkpoint.tensors import dense_tensors
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One CUDA device."""
-
     name: str
     capability: str
     memory_bytes: int
@@ -64,8 +62,6 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A folder as it would be served."""
-
     architecture: str
     weight_format: str
     parameters: int
@@ -78,8 +74,8 @@ class ModelReport:
 
 
 @dataclass(slots=True)
-class Report:
-    """Everything found. `problems` keep a server from starting, `warnings` do not."""
+class DoctorReport:
+    """All findings. `problems` keep a server from starting, `warnings` do not."""
 
     torch: str
     cuda: str | None  # version that torch was built for
@@ -118,10 +114,10 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     return EngineSettings(**given), digest
 
 
-def examine(settings: EngineSettings, digest: bool = False) -> Report:
+def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
     """Reports on the machine and, where `settings.model` names one, on serving that model; with its digest, for which
     all weights are read."""
-    report = Report(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
+    report = DoctorReport(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     try:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
         device = hardware.pick_device(settings.device)
@@ -176,7 +172,7 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
 
 
 def _formats(form: Format | None) -> list[Option]:
-    """Every format that is served, the folder's own by its full name."""
+    """Lists every format that is served, the folder's own by its full name."""
     if form is None:
         return [Option(name, False, None) for name in FORMATS]
     found = [Option(name, False, _format_reason(name, form)) for name in FORMATS if not _is(form, name)]
@@ -194,7 +190,7 @@ def _format_reason(name: str, form: Format) -> str:
 
 
 def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.device) -> list[Option]:
-    """In the order of the registry; without a model, what would serve the tiny one that an entry is tried on."""
+    """Lists decoders in the order of the registry; without a model, for the tiny one that an entry is tried on."""
     found: list[Option] = []
     taken = False
     for entry in leaders(EXECUTORS):
@@ -210,7 +206,7 @@ def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.devic
 
 
 def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
-    """Of the model that it is compared with eager on."""
+    """Makes the model that the entry is compared with eager on."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(dict(entry.trial)))
         config, form = read_folder(Path(folder), "auto")
@@ -218,8 +214,8 @@ def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
     return _parts(config, form, Placement(dtype, device))
 
 
-def _switches(parts: Parts, report: Report) -> list[Option]:
-    """Those that executors obey, and whether they would do anything."""
+def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
+    """Lists the switches that executors obey, and whether they would have an effect."""
     graph = next((one for one in report.decoders if one.name == "graph"), None)
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
@@ -233,8 +229,8 @@ def _switches(parts: Parts, report: Report) -> list[Option]:
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
-def _with_products(placement: Placement, report: Report) -> Placement:
-    """As a server would have them, compiled now if they never were."""
+def _with_products(placement: Placement, report: DoctorReport) -> Placement:
+    """Adds a server's products, compiled now if they never were."""
     plain = any(one.chosen and one.name == DENSE for one in report.formats)
     if plain and placement.dtype == torch.float32:
         return placement
@@ -245,7 +241,7 @@ def _with_products(placement: Placement, report: Report) -> Placement:
 
 
 def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) -> Parts | None:
-    """The draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
+    """Makes the draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
     if not settings.draft_model:
         return None
     read = read_draft(Path(settings.draft_model), Path(settings.model), config)
@@ -265,7 +261,7 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
 
 
 def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtype = "auto") -> Parts:
-    """What an executor needs to decide `why_not`: weights without memory, one page, one slot."""
+    """Makes what an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
     )

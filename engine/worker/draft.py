@@ -1,4 +1,4 @@
-"""The draft model: a second folder, checked against the first before either is loaded."""
+"""Loads the draft model: a second folder, checked against the first before either is loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kv.sizing import Room
 from engine.linear import Placement
 from engine.loading.border import checkpoint_errors
 from engine.loading.formats import Format, read_folder
-from engine.loading.load import Loaded
+from engine.loading.load import LoadedWeights
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -25,8 +25,6 @@ _TOKENIZER = ("tokenizer.json",)
 
 @dataclass(frozen=True, slots=True)
 class DraftFolder:
-    """A draft model by its JSON files."""
-
     folder: Path
     config: ModelConfig
     form: Format
@@ -51,16 +49,16 @@ class Drafting:
     """A draft model that is loaded, and has no pages yet."""
 
     read: DraftFolder
-    loaded: Loaded
+    loaded: LoadedWeights
     placement: Placement
 
     @property
     def page_bytes(self) -> int:
-        """What it keeps for each page of its target."""
+        """Bytes that it keeps for each page of its target."""
         return self._shape.page_bytes(self.placement.activations.dtype)
 
     def make(self, room: Room, slots: int, constraints: Constraints) -> DraftModel:
-        """With as many pages, tokens of context and slots as its target."""
+        """Gives it as many pages, tokens of context and slots as its target."""
         config, device = self.read.config, self.placement.device
         model = Transformer(config, self.loaded.weights, rope_tables(config, room.max_context, device), self.placement)
         pool = KvCache(self._shape, room.pages, self.placement.activations, heads_outside=device.type == "cpu")

@@ -1,4 +1,4 @@
-"""The driver's own start, beside the imports: some tenths of a second that need no Python."""
+"""Starts the driver beside the imports: some tenths of a second that need no Python."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from threading import Thread
 
 
 def begin_context() -> None:
-    """Makes the context of the first GPU, which torch then finds, in a thread that nobody waits for; without a GPU
-    nothing. What is wrong with one is said by who uses it."""
+    """Makes the context of the first GPU, which torch then finds, in a background thread; without a GPU nothing. Faults
+    are reported by later users of the GPU."""
     Thread(target=_make, name="driver", daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What this machine has, and which device and type of number follow from it."""
+"""Detects the machine's hardware, and chooses device and dtype by it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CpuFeatures:
 
 
 def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
-    """Of this machine, less what `HIDE` names; none where they cannot be read."""
+    """Reads this machine's features, less what `HIDE` names; none where they cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -64,8 +64,8 @@ def pick_device(wanted: Device) -> torch.device:
 def pick_dtype(
     wanted: Dtype, stated: str | None, device: torch.device, cpu: CpuFeatures, quantized: bool = False
 ) -> torch.dtype:
-    """auto: the checkpoint's own on a GPU, but bfloat16 around quantized weights, whose kernels read nothing else; on a
-    CPU bfloat16 only where it is native, else float32."""
+    """Resolves auto: the checkpoint's own on a GPU, but bfloat16 around quantized weights, whose kernels read nothing
+    else; on a CPU bfloat16 only where it is native, else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
     own = DTYPES[stated] if stated is not None else torch.float32
@@ -79,44 +79,43 @@ def pick_dtype(
 
 
 def pick_threads(wanted: int | None) -> int:
-    """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
-    front holds up all of them."""
+    """Returns all cores but one: torch's threads wait for each other at every product, and one that shares its core
+    with the front holds up all of them."""
     return wanted if wanted is not None else max(1, usable_cores() - 1)
 
 
 def pick_walkers(wanted: int | None) -> int:
-    """All cores: a thread of the walk in C that is off its core holds up nobody (`engine/linear/walk.c`)."""
+    """Returns all cores: a thread of the walk in C that is off its core holds up no other (`engine/linear/walk.c`)."""
     return wanted if wanted is not None else usable_cores()
 
 
 def most_sequences(device: torch.device) -> int:
-    """That run at once, unless the settings say."""
+    """Returns how many run at once, unless the settings decide."""
     return CUDA_SEQUENCES if device.type == "cuda" else CPU_SEQUENCES
 
 
 def with_pages(sequences: int, pages: int) -> int:
-    """As many of them as leave each pages for LEAST_TOKENS, halved until they do; no fewer than LEAST_SEQUENCES."""
+    """Halves `sequences` until each has pages for LEAST_TOKENS, but not below LEAST_SEQUENCES."""
     while sequences // 2 >= LEAST_SEQUENCES and pages * PAGE_SIZE < sequences * LEAST_TOKENS:
         sequences //= 2
     return sequences
 
 
 def operations_per_second(device: torch.device) -> float:
-    """Of products in sixteen bits, as a GPU manages them in a prompt: estimated from what it is."""
+    """Estimates a GPU's products in sixteen bits a second in a prompt."""
     found = torch.cuda.get_device_properties(device)
     return operations_of((found.major, found.minor), found.multi_processor_count)
 
 
 def operations_of(capability: tuple[int, int], multiprocessors: int) -> float:
-    """Of any GPU."""
     known = [operations for least, operations in _OPERATIONS.items() if least <= capability]
     return (known or [min(_OPERATIONS.values())])[-1] * multiprocessors * _CYCLES * _REACHED
 
 
 def batch_tokens(weights: int, operations: float) -> int:
-    """Prompt tokens of a step, unless the settings say, by the layers' weights and operations a second. More at once is
-    faster for prompts, and streams wait as long for their next token: a quarter of a second, where not even the least
-    takes longer."""
+    """Returns the prompt tokens of a step, unless the settings decide, by the layers' weights and operations a second.
+    More at once is faster for prompts, and streams wait as long for their next token: a quarter of a second, where not
+    even the least takes longer."""
     tokens, most = CUDA_BATCH_TOKENS
     while 2 * tokens <= most and 2 * weights * 2 * tokens <= _PROMPT_SECONDS * operations:
         tokens *= 2
@@ -124,7 +123,6 @@ def batch_tokens(weights: int, operations: float) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken now."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -137,7 +135,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_room() -> int:
-    """What a container's limit leaves; boundless where there is none."""
+    """Returns what a container's limit leaves; boundless where there is none."""
     root = Path("/sys/fs/cgroup")
     try:
         return max(int((root / "memory.max").read_text()) - int((root / "memory.current").read_text()), 0)

@@ -1,5 +1,5 @@
-"""The engine's three verbs, forever: plan, run, commit; in between, what the front asks for. Owns when reports are sent
-and what a broken step costs."""
+"""Runs the engine's three verbs forever (plan, run, commit), and the front's commands in between. Owns when reports are
+sent and what a failed step costs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
     Cancel,
     Command,
-    Configure,
+    ConfigureEngine,
     EndProfile,
     Pause,
-    Ping,
+    PingEngine,
     Pong,
     Resume,
     SetLogLevel,
+    SetSwitch,
     StartProfile,
     Submit,
-    Switch,
     Switched,
     TurnedBack,
     packed,
 )
 from engine.ipc.framing import FrameError
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.kv.shared_tier import BlockTier
 from engine.scheduling.plan import Runner, StepPlan, StepResult, WrongResult
 from engine.scheduling.scheduler import Scheduler
@@ -39,9 +39,9 @@ from engine.worker.arrivals import Arrivals
 from engine.worker.compiling import Compiling
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.marking import Marking
-from engine.worker.profiles import Profiles
+from engine.worker.profiles import ProfileRecorder
 from engine.worker.recording import StepRecorder, describe
-from engine.worker.switches import Switches
+from engine.worker.switches import WorkerSwitches
 
 _log = logging.getLogger(__name__)
 _LOAD_INTERVAL = 0.1  # seconds between two reports of the load while there is work
@@ -52,14 +52,14 @@ _MOST_FAILURES = 3  # steps in a row after which the process gives up
 
 
 class Loop:
-    """Runs until the front goes (returns) or the runner is beyond hope (raises EngineFailed)."""
+    """Runs until the front goes (returns) or the runner cannot recover (raises EngineFailed)."""
 
     def __init__(
         self,
-        link: Link,
+        link: EngineLink,
         runner: Runner,
         scheduler: Scheduler,
-        switches: Switches,
+        switches: WorkerSwitches,
         tier: BlockTier | None = None,
         tier_report: Callable[[], TierReport] | None = None,
         recorder: StepRecorder | None = None,
@@ -74,20 +74,19 @@ class Loop:
         self._tier = tier
         self._tier_report = tier_report
         self._recorder = recorder
-        self._profiles = Profiles(link.send)
+        self._profiles = ProfileRecorder(link.send)
         self._marking = marking
         self._memory = memory
         self._compiling = Compiling(scheduler, constraints or Constraints())
-        self._told_load: EngineLoad | None = None
-        self._told_at = 0.0
+        self._reported_load: EngineLoad | None = None
+        self._reported_at = 0.0
         self._failures = 0  # failed steps in a row, not counting their repetitions in parts
-        self._told_failure = ""  # the failure whose traceback was logged last
+        self._logged_failure = ""  # the failure whose traceback was logged last
         self._refused: list[Event] = []
         self._arrivals = Arrivals(link, self._obey)
         runner.meanwhile(self._early)
 
     def run(self) -> None:
-        """The engine's life."""
         try:
             self._rounds()
         except (EOFError, ConnectionError, FrameError, EngineFailed):
@@ -111,14 +110,15 @@ class Loop:
                 busy = True
 
     def _early(self) -> bool:
-        """Of the next step what can be done while this one runs: takes in a request and gives it its slot."""
+        """Prepares the next step while this one runs: takes in a request and gives it its slot."""
         if not self._arrivals.take_early():
             return False
         self._scheduler.start_early()
         return True
 
     def _patience(self) -> float | None:
-        """Seconds to wait for the front while nothing can be done; None for ever. Deadlines are seen so much late."""
+        """Returns the seconds to wait for the front while nothing can be done; None forever. Deadlines are noticed that
+        much later."""
         if self._scheduler.fetching or self._compiling.waiting:
             return _FETCH_INTERVAL
         if self._scheduler.live:
@@ -141,24 +141,24 @@ class Loop:
                 self._scheduler.pause(key)
             case Resume(key=key):
                 self._scheduler.resume(key)
-            case Switch() | SetLogLevel():
+            case SetSwitch() | SetLogLevel():
                 self._set(command)
-            case Ping():
+            case PingEngine():
                 self._link.send(Pong())
             case StartProfile() | EndProfile():
                 self._profiles.obey(command)
-            case Configure():
+            case ConfigureEngine():
                 raise FrameError("configured twice")
 
-    def _set(self, command: Switch | SetLogLevel) -> None:
-        if isinstance(command, Switch):
+    def _set(self, command: SetSwitch | SetLogLevel) -> None:
+        if isinstance(command, SetSwitch):
             refusal = self._switches.set(command.name, command.enabled)
             self._link.send(Switched(command.ticket, refusal, self._scheduler.load.steps))
         else:
             logging.getLogger().setLevel(command.level.upper())
 
     def _step(self) -> bool:
-        """One step; whether there was anything to do."""
+        """Runs one step; whether there was anything to do."""
         now = time.monotonic()
         events, self._refused = self._refused, []
         events += self._scheduler.expire(now)
@@ -171,7 +171,7 @@ class Loop:
                 self._marking.end()
             now = time.monotonic()
         self._compiling.ended(events)
-        # Told with the last event of all, for which the front wakes anyhow.
+        # Sent with the last event of all, for which the front wakes anyhow.
         self._publish(events, now, idle=plan is None or not self._scheduler.live)
         return plan is not None
 
@@ -187,7 +187,7 @@ class Loop:
             return self._raised(plan, result, error)
         self._failures = 0
         if self._switches.worked():
-            self._told_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it is told at once
+            self._reported_at = -_LOAD_INTERVAL  # the front counts a trial's steps by the load: it gets it at once
         if self._recorder is not None:
             self._recorder.add(plan, result)
         return events
@@ -214,18 +214,18 @@ class Loop:
             self._recorder.add(plan, result)
             if keep:
                 self._recorder.write(error)
-        said, self._told_failure = self._told_failure, describe(error)
-        fresh = error if said != self._told_failure else None
-        _log.error("a step of %d rows failed: %s", len(plan.rows), self._told_failure, exc_info=fresh)
+        previous, self._logged_failure = self._logged_failure, describe(error)
+        fresh = error if previous != self._logged_failure else None
+        _log.error("a step of %d rows failed: %s", len(plan.rows), self._logged_failure, exc_info=fresh)
 
     def _publish(self, events: list[Event], now: float, idle: bool) -> None:
         load = None
-        if now - self._told_at >= _LOAD_INTERVAL or idle:
+        if now - self._reported_at >= _LOAD_INTERVAL or idle:
             load = self._load()
-            if idle and load == self._told_load and not self._scheduler.live:
+            if idle and load == self._reported_load and not self._scheduler.live:
                 load = None
             else:
-                self._told_load, self._told_at = load, now
+                self._reported_load, self._reported_at = load, now
         if events or load is not None:
             self._link.send(packed(events, load))
         if self._memory is not None:

@@ -1,4 +1,4 @@
-"""Keeps the step mark: says before each step whom it is run for."""
+"""Writes the step mark: before each step, the sequences that it runs for."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from engine.scheduling.plan import StepPlan
 
 
 class Marking:
-    """Follows plans. Those who hold a slot stand for the rows of a step of several, since they change rarely."""
+    """Follows plans. Holders of slots stand for the rows of a step of several, since they change rarely."""
 
     def __init__(self, mark: StepMark) -> None:
         self._mark = mark
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins."""
         mark = self._mark
         for released in plan.released:
             if mark.holder(released.slot) == released.key:
@@ -23,5 +22,4 @@ class Marking:
         mark.begin(plan.rows[0].key if len(plan.rows) == 1 else None)
 
     def end(self) -> None:
-        """It has come back, or failed."""
         self._mark.end()

@@ -17,7 +17,6 @@ from engine.settings import EngineSettings, Quantization
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what was made."""
     flags = _parser().parse_args(argv)
     folder: Path = flags.into
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,21 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _NoKernels(Exception):
-    """A kernel does not compile, or there is no compiler; says which."""
+    """A kernel does not compile, or there is no compiler."""
 
 
 def _kernels(folder: Path, settings: EngineSettings, arch: str, flags: argparse.Namespace) -> None:
-    """Of one model, for the GPUs of one architecture."""
+    """Compiles the kernels of one model, for the GPUs of one architecture."""
     from engine.kernels.build import BuildError, KernelLibrary, architecture, kept_in  # torch, which takes seconds
     from engine.loading.formats import read_folder
-    from engine.worker.foretold import Foretelling, foretell_any
+    from engine.worker.required_kernels import KernelQuery, required_kernels_any_context
 
     config, form = read_folder(Path(settings.model), settings.quantization)
     form = form.on("cuda")
     for capability, gpu in gpus_of(arch):
         if flags.multiprocessors is not None:
             gpu = replace(gpu, multiprocessors=flags.multiprocessors)
-        sources = foretell_any(settings, Foretelling(config, form, gpu))
+        sources = required_kernels_any_context(settings, KernelQuery(config, form, gpu))
         try:
             library = KernelLibrary(architecture(capability), kept_in(folder), gpu)
             library.compile_ahead(sources)

@@ -1,7 +1,7 @@
-"""`python -m engine.worker.process --fd N`: the process that holds model and device. Owns its start and its end.
+"""Starts and ends the process that holds model and device: `python -m engine.worker.process --fd N`.
 
-The front is told of loading, then of readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
-where it refused to load, 1 where something broke, which the front answers by starting another.
+It reports loading to the front, then readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
+where it refused to load, 1 where something failed, after which the front starts another.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from engine.api import ModelInfo, TierReport
 from engine.constraints.constraints import Constraints
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.fake import FakeRunner
-from engine.ipc.frames import FOLDERS, Configure, Progress, Ready, Refused
+from engine.ipc.frames import FOLDERS, ConfigureEngine, LoadProgress, LoadRefused, Ready
 from engine.ipc.framing import FrameError
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.ipc.step_mark import StepMark
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex, kv_identity
@@ -44,7 +44,7 @@ from engine.worker.driver import begin_context
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
 from engine.worker.recording import StepRecorder
-from engine.worker.switches import Switches, unused
+from engine.worker.switches import WorkerSwitches, unused
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
@@ -55,10 +55,9 @@ _OOM_SCORE = 300  # above the front's
 
 
 def main() -> int:
-    """The exit code."""
     arguments = argparse.ArgumentParser(prog="engine.worker.process")
     arguments.add_argument("--fd", type=int, required=True, help="the socket to the front")
-    arguments.add_argument("--step-mark", type=int, required=True, help="memory that says whom a step is run for")
+    arguments.add_argument("--step-mark", type=int, required=True, help="memory that names the sequences of a step")
     arguments.add_argument("--kind", default="fake", help="what will be loaded, as far as is known")
     arguments.add_argument("--parent", type=int, help="the front's process; this one ends where that has gone by now")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
@@ -67,12 +66,12 @@ def main() -> int:
     _die_before_parent()
     if given.parent is not None and os.getppid() != given.parent:
         return 0
-    link = Link(socket.socket(fileno=given.fd))
+    link = EngineLink(socket.socket(fileno=given.fd))
     try:
-        told = ThreadPoolExecutor(1, "told").submit(_told, link)
+        configure = ThreadPoolExecutor(1, "told").submit(_receive_configure, link)
         if given.kind == "model":
             _import_model()  # while the front reads its settings
-        return _serve(link, Marking(StepMark(given.step_mark)), told.result())
+        return _serve(link, Marking(StepMark(given.step_mark)), configure.result())
     except (EOFError, ConnectionError):
         return 0
     except FrameError as error:
@@ -84,11 +83,11 @@ def main() -> int:
     return 1
 
 
-def _serve(link: Link, marking: Marking, told: Configure) -> int:
-    settings = told.settings
+def _serve(link: EngineLink, marking: Marking, configure: ConfigureEngine) -> int:
+    settings = configure.settings
     for name in FOLDERS:
         os.environ.pop(name, None)
-    os.environ.update(told.folders)
+    os.environ.update(configure.folders)
     logging.getLogger().setLevel(settings.log_level.upper())
     if settings.log_format == "json":
         use_json("engine")
@@ -100,10 +99,10 @@ def _serve(link: Link, marking: Marking, told: Configure) -> int:
     except (InvalidModel, Unsupported, BadFile) as error:
         kind: Literal["invalid_model", "unsupported"]
         kind = "unsupported" if isinstance(error, Unsupported) else "invalid_model"
-        link.send(Refused(kind, str(error)))
+        link.send(LoadRefused(kind, str(error)))
         return 2
     scheduler = Scheduler(_limits(settings, runner.info), pool, settings.batching, index, tier, constraints)
-    switches = Switches(settings, runner, scheduler, tier)
+    switches = WorkerSwitches(settings, runner, scheduler, tier)
     idle = runner.info.unused + unused(settings, runner.info.max_sequences)
     gc.collect()
     gc.freeze()  # what was loaded stays; later collections need not look at it
@@ -119,15 +118,15 @@ def _serve(link: Link, marking: Marking, told: Configure) -> int:
     return 0
 
 
-def _told(link: Link) -> Configure:
-    """What to load. The driver begins as soon as it is known that there is something for it to do."""
+def _receive_configure(link: EngineLink) -> ConfigureEngine:
+    """Receives the settings. The driver starts as soon as there is work for it."""
     while not (commands := link.receive(timeout=None)):
         pass
     match commands:
-        case [Configure() as told]:
-            if told.settings.kind == "model" and told.settings.device != "cpu":
+        case [ConfigureEngine() as configure]:
+            if configure.settings.kind == "model" and configure.settings.device != "cpu":
                 begin_context()
-            return told
+            return configure
     raise FrameError("it did not begin with the settings")
 
 
@@ -143,7 +142,7 @@ def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Co
 
 
 def _import_model() -> None:
-    """Torch: seconds that the fake need not pay."""
+    """Imports torch: seconds that the fake need not pay."""
     gc.disable()  # which looks at all that is imported again and again
     importlib.import_module("engine.worker.build")
     gc.freeze()
@@ -185,7 +184,7 @@ def _prefixes(
 class _ProgressReports:
     """Passes progress on, not more often than anyone can watch."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
         self._stage = ""
         self._at = 0.0
@@ -195,11 +194,12 @@ class _ProgressReports:
         if stage == self._stage and done < total and now - self._at < _PROGRESS_INTERVAL:
             return
         self._stage, self._at = stage, now
-        self._link.send(Progress(stage, done, total))
+        self._link.send(LoadProgress(stage, done, total))
 
 
 def _die_with_parent() -> None:
-    """No orphan holds the device: the kernel kills us with the front. A terminal's ctrl-C is the front's to handle."""
+    """Makes the kernel kill this process with the front, so that no orphan holds the device. The front handles a
+    terminal's ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -207,8 +207,8 @@ def _die_with_parent() -> None:
 
 
 def _die_before_parent() -> None:
-    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front, and a text
-    process, which has 500, rather than this one."""
+    """Makes the kernel prefer this process to the front where memory runs out, since it can be replaced, and a text
+    process, which has 500, to this one."""
     with contextlib.suppress(OSError, ValueError):
         own = Path("/proc/self/oom_score_adj")
         own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))

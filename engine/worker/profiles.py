@@ -12,16 +12,14 @@ from engine.ipc.frames import EndProfile, Profiled, StartProfile
 from engine.stacks import StackSampler
 
 
-class Profiles:
-    """One at a time: the latest."""
-
+class ProfileRecorder:
     def __init__(self, send: Callable[[Profiled], None]) -> None:
         self._send = send
         self._ticket: int | None = None
         self._sampler: StackSampler | None = None
 
     def obey(self, command: StartProfile | EndProfile) -> None:
-        """One that has begun ends by itself, if nobody comes back for it."""
+        """Starts or ends a profile, which also ends by itself."""
         if isinstance(command, EndProfile) and command.ticket != self._ticket:
             self._send(Profiled(command.ticket, ""))
             return

@@ -1,7 +1,8 @@
-"""The last steps of an engine, kept in memory and written to a file when one of them fails, so that they can be done
-again elsewhere (`engine.worker.replay`).
+"""Records an engine's last steps in memory and writes them to a file when one of them fails, so that they can be
+repeated elsewhere (`engine.worker.replay`).
 
-The file holds the token ids of prompts and answers. It is for its owner alone, and only made where it was asked for.
+The file holds the token ids of prompts and answers. Only its owner can read it, and it is only made where settings ask
+for it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ VERSION = 1
 
 
 class NoRecording(Exception):
-    """The file is no recording of this version; says why in one line."""
+    """The file is no recording of this version; the text is the reason in one line."""
 
 
 class RecordedStep(msgspec.Struct, frozen=True, array_like=True):
-    """A plan and what came of it."""
-
     plan: StepPlan
     result: StepResult | None  # None: it raised
 
@@ -47,7 +46,7 @@ class HeldSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """All that is needed to do the steps again, but for the weights."""
+    """All that is needed to repeat the steps, but for the weights."""
 
     version: int
     settings: EngineSettings  # without the model's folder and the shared tier
@@ -81,14 +80,13 @@ class StepRecorder:
         self._files = 0
 
     def add(self, plan: StepPlan, result: StepResult | None) -> None:
-        """The next step."""
         self._steps.append(RecordedStep(plan, result))
         if len(self._steps) > self._most_steps:
             self._fold()
 
     def write(self, fault: BaseException) -> Path | None:
-        """The file that was written; None where there are enough of this process, or there is no room for it. What
-        comes later is a recording of its own, which begins behind the fault."""
+        """Returns the file that was written; None where there are enough of this process, or there is no room for it.
+        Later steps are a recording of their own, which begins behind the fault."""
         if self._files == MOST_FILES:
             return None
         try:
@@ -123,7 +121,7 @@ class StepRecorder:
         )
 
     def _write(self, data: bytes) -> Path:
-        """A name appears only once all is there. Opened with O_EXCL and mode 0600 by mkstemp."""
+        """Writes atomically: the name appears only once all is there. Opened with O_EXCL and mode 0600 by mkstemp."""
         handle, part = tempfile.mkstemp(prefix="whippet-steps-", suffix=".part", dir=self._folder)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -140,7 +138,6 @@ class StepRecorder:
 
 
 def describe(fault: BaseException) -> str:
-    """In one line."""
     return f"{type(fault).__name__}: {fault}".split("\n", 1)[0]
 
 

@@ -1,4 +1,4 @@
-"""`python -m engine.worker.replay FILE --model FOLDER`: does recorded steps again and compares what they bring.
+"""Repeats recorded steps and compares the results: `python -m engine.worker.replay FILE --model FOLDER`.
 
 A row that begins beyond what this run has computed of its sequence, because that was done before the first recorded
 step, by another sequence, or came from Redis, gets the missing tokens computed first.
@@ -35,16 +35,14 @@ PIECE = 512  # tokens of a row that only makes up for what is missing
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How far the steps went as recorded, and what then was different."""
+class ReplayOutcome:
+    """How many steps went as recorded, and what then was different."""
 
     steps: int  # that were equal
     difference: str | None  # None: all were
 
 
 class Replay:
-    """Recorded steps on a runner that has done nothing yet."""
-
     def __init__(self, runner: Runner, held: tuple[HeldSequence, ...] = ()) -> None:
         self._runner = CheckedRunner(runner)
         self._truth = SequenceTable()  # the sequences as recorded
@@ -55,7 +53,6 @@ class Replay:
             self._astray.add(one.admitted.key)
 
     def step(self, recorded: RecordedStep) -> str | None:
-        """What is different from the recorded step."""
         plan = recorded.plan
         try:
             result = self._run(plan, None if recorded.result is None else recorded.result.assignment)
@@ -64,7 +61,7 @@ class Replay:
         except Exception as error:
             return f"raises {describe(error)}"
         if recorded.result is None:
-            return "brought a result where the recorded one raised"
+            return "returned a result where the recorded one raised"
         difference = self._difference(plan, recorded.result, result)
         self._truth.append(plan.rows, recorded.result.rows)
         return difference
@@ -78,21 +75,21 @@ class Replay:
         admitted: tuple[Admitted, ...] = (*plan.admitted, *map(readmission, rejoined))
         if admitted or released:
             self._runner.run(StepPlan((), admitted, released))
-        rows = {row.key: self._made_up(self._told(row)) for row in plan.rows}
+        rows = {row.key: self._made_up(self._recorded(row)) for row in plan.rows}
         if assignment is not None:
             shares = (structs.replace(one, rows=tuple(rows[row.key] for row in one.rows)) for one in assignment.shares)
             assignment = Assignment(tuple(shares))
         return self._runner.run(StepPlan(tuple(rows.values())), assignment)
 
-    def _told(self, row: Row) -> Row:
-        """The row, with all its pages where the runner has just been given its sequence anew."""
+    def _recorded(self, row: Row) -> Row:
+        """Returns the row, with all its pages where the runner has just been given its sequence anew."""
         if row.key not in self._astray:
             return row
         self._astray.discard(row.key)
         return _with_pages(row, 0, tuple(self._truth.of(row).pages))
 
     def _made_up(self, row: Row) -> Row:
-        """The row, once all before it is computed."""
+        """Returns the row, once all before it is computed."""
         while (done := self._runner.checker.in_place(row)) < row.start:
             count = min(PIECE, row.start - done)
             missing = Row(row.key, row.slot, done, count, False, row.first_page, row.pages)
@@ -101,7 +98,8 @@ class Replay:
         return row
 
     def _difference(self, plan: StepPlan, recorded: StepResult, found: StepResult) -> str | None:
-        """Of ids alone. How many a step brings may be a matter of time: what is more or less is left to later steps."""
+        """Compares ids alone. How many a step makes may depend on time: surplus or missing ones are left to later
+        steps."""
         for row in plan.rows:
             if not row.sample:
                 continue
@@ -115,18 +113,18 @@ class Replay:
         return None
 
 
-def replay(recording: Recording, runner: Runner) -> Outcome:
-    """Until the first step that is different."""
+def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
+    """Replays until the first step that is different."""
     steps = Replay(runner, recording.held)
     for count, recorded in enumerate(recording.steps):
         difference = steps.step(recorded)
         if difference is not None:
-            return Outcome(count, difference)
-    return Outcome(len(recording.steps), None)
+            return ReplayOutcome(count, difference)
+    return ReplayOutcome(len(recording.steps), None)
 
 
 def settings_of(recording: Recording, model: str, device: Device | None, decoder: DecoderChoice) -> EngineSettings:
-    """As recorded, where a model, a device and a decoder are not given."""
+    """Returns the recorded settings, but for a model, a device and a decoder that are given."""
     info, changes = recording.info, dict[str, Any]()
     if info.dtype in get_args(Dtype):
         changes["dtype"] = info.dtype
@@ -143,7 +141,6 @@ def settings_of(recording: Recording, model: str, device: Device | None, decoder
 
 
 def make_runner(settings: EngineSettings) -> Runner:
-    """Raises EngineError."""
     if settings.kind == "fake":
         return FakeRunner(settings)
     from engine.worker.build import build  # torch: seconds that a recording of the fake engine need not pay
@@ -152,7 +149,7 @@ def make_runner(settings: EngineSettings) -> Runner:
 
 
 def main(argv: list[str] | None = None, say: Callable[[str], None] = print) -> int:
-    """0: all steps are equal; 1: one is not; 2: they cannot be done here."""
+    """Returns 0: all steps are equal; 1: one is not; 2: they cannot be repeated here."""
     given = _parser().parse_args(argv)
     try:
         recording = read_recording(given.file)

@@ -1,5 +1,4 @@
-"""The optimisations as the engine process obeys them. Owns what is turned back, because steps fail soon after it was
-set."""
+"""Applies the optimisation switches in the engine process, and reverts one after which steps fail."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ MOST_FAILURES = 2  # steps in a row; one fewer than those that end the process
 _log = logging.getLogger(__name__)
 
 
-class Switches:
-    """Each as it was last set. One that was changed is on trial for its next steps."""
+class WorkerSwitches:
+    """Holds each switch as it was last set. A changed one is on trial for its next steps."""
 
     def __init__(
         self, settings: EngineSettings, runner: Runner, scheduler: Scheduler, tier: BlockTier | None = None
@@ -33,7 +32,7 @@ class Switches:
         self._trials: dict[str, int] = {}  # steps left, the last one set at the end
 
     def set(self, name: str, enabled: bool) -> str | None:
-        """Why it cannot be done, or None."""
+        """Returns why it cannot be set, or None."""
         try:
             self._put(name, enabled)
         except EngineError as error:
@@ -46,7 +45,7 @@ class Switches:
         return None
 
     def worked(self) -> bool:
-        """A step did. Whether a trial ended with it."""
+        """Records a good step. Whether a trial ended with it."""
         if not self._trials:
             return False
         tried = len(self._trials)
@@ -54,7 +53,7 @@ class Switches:
         return len(self._trials) < tried
 
     def failed(self, times: int) -> Reverted | None:
-        """So many steps in a row did. Turns back the switch that was set last of those on trial."""
+        """Records failed steps in a row. Reverts the switch that was set last of those on trial."""
         if times < MOST_FAILURES or not self._trials:
             return None
         name, _ = self._trials.popitem()
@@ -70,7 +69,6 @@ class Switches:
         return Reverted(name=name, enabled=enabled, reason=reason)
 
     def _put(self, name: str, enabled: bool) -> None:
-        """Raises EngineError."""
         ours = self._ours.get(name)
         if ours is None:
             self._runner.set_optimization(name, enabled)

@@ -1,4 +1,4 @@
-"""Whether a folder's tensors are those of its config and its format, as far as their headers tell."""
+"""Checks by their headers that a folder's tensors are those of its config and its format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
-from quant.checkpoint.header import shown
+from quant.checkpoint.header import printable
 from quant.checkpoint.linear import tensor_names
 from quant.checkpoint.spec import QuantSpec
 from quant.checkpoint.tensors import HEAD, Shapes, dense_tensors, linears, plain_tensors
@@ -19,8 +19,6 @@ BELONGING = "use the config.json that belongs to the weights"
 
 
 class Listing(Protocol):
-    """What the headers of a folder's weights tell."""
-
     folder: Path
 
     def names(self) -> Collection[str]: ...
@@ -66,7 +64,7 @@ def _check_tensors(checkpoint: Listing, expected: Shapes, ignored: Collection[st
     surplus = sorted(name for name in names - expected.keys() if not _harmless(name, ignored))
     if surplus:
         file = checkpoint.file(surplus[0])
-        raise BadFile(file, f"{shown(surplus[0])} has no place in the model of config.json", BELONGING)
+        raise BadFile(file, f"{printable(surplus[0])} has no place in the model of config.json", BELONGING)
 
 
 def _missing(checkpoint: Listing, tensor: str) -> BadFile:

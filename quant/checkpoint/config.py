@@ -1,4 +1,4 @@
-"""What a model folder's config.json says, checked and put into one shape.
+"""Reads and checks a model folder's config.json, and converts it to one shape.
 
 Reads the spellings of transformers 4 (`torch_dtype`, `rope_theta`, `rope_scaling`) and 5 (`dtype`, `rope_parameters`).
 A key that is left out has the value that the family's config class in transformers gives it. Whatever would be computed
@@ -135,7 +135,6 @@ class ModelConfig:
 
     @property
     def layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.windows)
 
 

@@ -60,7 +60,7 @@ def of_texts(folder: Path, names: tuple[str, ...] = TEXTS) -> str:
 
 
 def of_model(weights: str, texts: str) -> str:
-    """Of everything that decides what a model answers: the digests of its weights and of its texts."""
+    """Digests everything that decides what a model answers: its weights and its texts."""
     return f"sha256:{of_text(weights, texts)}"
 
 

@@ -1,8 +1,8 @@
-"""What can be wrong with a model folder.
+"""Lists the faults of a model folder.
 
 CheckpointError
-├── BadFile             a file is missing, damaged or says what cannot be served; names it and the remedy
-├── UnsupportedFormat   a known quantization format that cannot be served; says what to do instead
+├── BadFile             a file is missing, damaged or has what cannot be served; names it and the remedy
+├── UnsupportedFormat   a known quantization format that cannot be served; names what to do instead
 ├── BadConfig           a field of the quantization config holds what it cannot
 ├── BadTensor           a tensor is missing, of another shape or type, or holds what it cannot
 └── NotFinite           a weight to be rounded holds NaN or infinity
@@ -47,7 +47,7 @@ class BadConfig(CheckpointError):
 
 
 class BadTensor(CheckpointError):
-    """A tensor is not what the config and the layer's size say it must be."""
+    """A tensor does not match the config and the layer's size."""
 
     def __init__(self, tensor: str, expected: str, found: str) -> None:
         super().__init__(f"tensor {tensor}: expected {expected}, found {found}")
@@ -64,6 +64,5 @@ class NotFinite(CheckpointError):
 
 
 def short(value: object) -> str:
-    """A value from a file, fit for a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

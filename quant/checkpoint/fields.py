@@ -16,7 +16,7 @@ MAX_SIZE: Final = 1 << 31  # no size in a config is larger
 
 
 def read_json(path: Path, remedy: str, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The object in `path`, a regular file of at most so many bytes. Raises BadFile where there is none."""
+    """Reads the object in `path`, a regular file of at most `most` bytes. Raises BadFile where there is none."""
     try:
         with open_regular(path) as opened:
             text = opened.read(most + 1)
@@ -35,7 +35,7 @@ def read_json(path: Path, remedy: str, most: int = MAX_JSON_BYTES) -> dict[str, 
 
 
 class Fields:
-    """One JSON object, read key by key. null counts as absent unless a method says otherwise."""
+    """Reads one JSON object key by key. null counts as absent unless a method accepts it."""
 
     def __init__(self, raw: dict[str, Any], file: str, prefix: str = "") -> None:
         self.raw = raw

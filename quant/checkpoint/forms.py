@@ -132,7 +132,7 @@ Weight = Dense | Int4Groups | Int4Minima | Int8Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Linear:
+class CheckpointLinear:
     """One linear layer as its checkpoint has it: y = x @ weight.T + bias, bias [N] or none."""
 
     weight: Weight

@@ -1,4 +1,4 @@
-"""The header of one safetensors file: what it says the file holds, checked against the file's length."""
+"""Reads the header of one safetensors file, and checks it against the file's length."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """Where one tensor lies."""
 
     file: Path
@@ -40,7 +40,7 @@ class Entry:
     size: int  # bytes
 
 
-def read_header(file: Path) -> dict[str, Entry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
     """Every tensor of the file by name. Raises BadFile. Nothing is allocated by what the header claims."""
     try:
         with open_regular(file) as opened:
@@ -62,17 +62,17 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def shown(name: str) -> str:
+def printable(name: str) -> str:
     """A name from a file, fit for one line of a message."""
     return repr(name[:80])
 
 
-def _entry(file: Path, name: str, raw: Any, origin: int) -> Entry:
-    corrupt = BadFile(file, f"the header entry of {shown(name)} is corrupt", AGAIN)
+def _entry(file: Path, name: str, raw: Any, origin: int) -> TensorEntry:
+    corrupt = BadFile(file, f"the header entry of {printable(name)} is corrupt", AGAIN)
     if not isinstance(raw, dict) or not isinstance(raw.get("dtype"), str):
         raise corrupt
     if raw["dtype"] not in DTYPES:
-        fault = f"{shown(name)} has type {shown(raw['dtype'])}"
+        fault = f"{printable(name)} has type {printable(raw['dtype'])}"
         raise BadFile(file, fault, f"use weights in one of {', '.join(DTYPES)}")
     shape, offsets = _naturals(raw.get("shape")), _naturals(raw.get("data_offsets"))
     if shape is None or offsets is None or len(offsets) != 2:
@@ -81,7 +81,7 @@ def _entry(file: Path, name: str, raw: Any, origin: int) -> Entry:
     start, end = offsets
     if end - start != math.prod(shape) * dtype.itemsize:
         raise corrupt
-    return Entry(file, dtype, shape, origin + start, end - start)
+    return TensorEntry(file, dtype, shape, origin + start, end - start)
 
 
 def _naturals(value: Any) -> tuple[int, ...] | None:
@@ -92,12 +92,12 @@ def _naturals(value: Any) -> tuple[int, ...] | None:
     return sizes if len(sizes) == len(value) else None
 
 
-def _check_layout(file: Path, entries: dict[str, Entry], origin: int, size: int) -> None:
+def _check_layout(file: Path, entries: dict[str, TensorEntry], origin: int, size: int) -> None:
     end = origin
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.size)):
         if entry.start != end:
             raise BadFile(file, "its tensors overlap or leave gaps", AGAIN)
         end = entry.start + entry.size
     if end != size:
-        fault = "truncated" if end > size else "longer than its header says"
+        fault = "truncated" if end > size else "longer than its header declares"
         raise BadFile(file, f"{fault} ({size} bytes, {end} expected)", AGAIN)

@@ -7,7 +7,7 @@ import torch
 from quant.checkpoint.awq import read_awq
 from quant.checkpoint.bnb import read_int8
 from quant.checkpoint.errors import BadTensor, NotFinite
-from quant.checkpoint.forms import Dense, Int8Rows, Linear, Weight
+from quant.checkpoint.forms import CheckpointLinear, Dense, Int8Rows, Weight
 from quant.checkpoint.gguf.blocks import read_gguf
 from quant.checkpoint.packed import read_packed
 from quant.checkpoint.rounding import round_rows
@@ -17,7 +17,7 @@ from quant.checkpoint.spec import AwqSpec, GgufSpec, Int8Spec, PackedSpec, Quant
 
 def read_linear(
     source: TensorSource, layer: str, spec: QuantSpec | None, in_features: int, out_features: int
-) -> Linear:
+) -> CheckpointLinear:
     """The layer called `layer` (without `.weight`). Its tensors decide its form: a skipped layer is simply dense.
 
     What is returned owns its memory, but for a dense weight: that is the source's own tensor.
@@ -26,7 +26,7 @@ def read_linear(
         raise BadTensor(layer, "at least one input and one output", f"{in_features} and {out_features}")
     name = f"{layer}.bias"
     bias = fetch_floats(source, name, (out_features,)).clone() if name in source.names() else None
-    return Linear(_weight(source, layer, spec, in_features, out_features), bias)
+    return CheckpointLinear(_weight(source, layer, spec, in_features, out_features), bias)
 
 
 def tensor_names(layer: str, spec: QuantSpec | None) -> tuple[str, ...]:

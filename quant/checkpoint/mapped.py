@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from quant.checkpoint.errors import AGAIN, BadFile
-from quant.checkpoint.header import Entry
+from quant.checkpoint.header import TensorEntry
 from quant.checkpoint.regular import open_regular
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
@@ -21,7 +21,7 @@ class MappedTensors:
     """Reads tensors by name from mapped files; a `TensorSource`. `close` unmaps the files."""
 
     def __init__(
-        self, folder: Path, files: tuple[Path, ...], entries: Mapping[str, Entry], progress: Progress | None
+        self, folder: Path, files: tuple[Path, ...], entries: Mapping[str, TensorEntry], progress: Progress | None
     ) -> None:
         """Maps no file yet. `folder` is the model's path, for error texts."""
         self.folder = folder
@@ -31,7 +31,7 @@ class MappedTensors:
         self._progress = progress
         self._done = 0
         self._total = sum(entry.size for entry in entries.values())
-        self._last: Entry | None = None
+        self._last: TensorEntry | None = None
 
     def names(self) -> Collection[str]:
         return self._entries.keys()
@@ -70,7 +70,7 @@ class MappedTensors:
                 mapped.close()
         self._maps.clear()
 
-    def _entry(self, name: str) -> Entry:
+    def _entry(self, name: str) -> TensorEntry:
         try:
             return self._entries[name]
         except KeyError:

@@ -1,4 +1,4 @@
-"""What was named as a model and cannot be one, told by names alone. No torch."""
+"""Recognises by names alone what cannot be a model. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How positions are turned into angles, as a config says it; `quant.checkpoint.angles` computes them."""
+"""Reads from a config how positions become angles; `quant.checkpoint.angles` computes them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ MOST_FACTOR: Final = 1e6  # of any stretch: published ones are below 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """All angles divided by one factor."""
-
     factor: float
 
 
@@ -60,8 +58,6 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Base and scaling of the rotary embedding."""
-
     theta: float
     dim: int
     scaling: Scaling

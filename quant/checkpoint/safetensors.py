@@ -11,7 +11,7 @@ from typing import Final
 
 from quant.checkpoint.errors import AGAIN, BadFile
 from quant.checkpoint.fields import MAX_INDEX_BYTES, read_json
-from quant.checkpoint.header import Entry, read_header
+from quant.checkpoint.header import TensorEntry, read_header
 from quant.checkpoint.mapped import MappedTensors, Progress
 from quant.checkpoint.named import CONVERT
 
@@ -29,7 +29,7 @@ class Checkpoint(MappedTensors):
 
     def __init__(self, folder: Path, progress: Progress | None = None) -> None:
         files = weight_files(folder)
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         for file in files:
             for name, entry in read_header(file).items():
                 if name in entries:
@@ -38,7 +38,7 @@ class Checkpoint(MappedTensors):
         super().__init__(folder, files, _text_part(entries), progress)
 
 
-def _text_part(entries: dict[str, Entry]) -> dict[str, Entry]:
+def _text_part(entries: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Returns the tensors of the text part of a model that also takes images, under the names that they have in a model
     of text alone. Returns the tensors of other models unchanged."""
     for prefix, instead in TEXT_PREFIXES.items():

@@ -28,7 +28,7 @@ class TensorSource(Protocol):
 
 
 def fetch(source: TensorSource, name: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
-    """The tensor, once its header says that it has this shape and one of these types."""
+    """Returns the tensor, once its header has this shape and one of these types."""
     check(source, name, shape, dtypes)
     tensor = source.tensor(name)
     if tuple(tensor.shape) != shape:  # a source whose header and data disagree

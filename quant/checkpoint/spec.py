@@ -1,4 +1,4 @@
-"""What a checkpoint says about its own quantization, and which layers that covers."""
+"""Reads a checkpoint's description of its own quantization, and which layers that covers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class AwqSpec:
 
 @dataclass(frozen=True, slots=True)
 class PackedScheme:
-    """One config group of a compressed-tensors checkpoint."""
-
     targets: tuple[str, ...]
     bits: Literal[4, 8]
     group: int

@@ -135,7 +135,6 @@ def plain_tensors(config: ModelConfig) -> Shapes:
 
 
 def dense_tensors(config: ModelConfig) -> Shapes:
-    """Every tensor of an unquantized checkpoint."""
     found = plain_tensors(config)
     for name, (inputs, outputs), bias in linears(config):
         found[f"{name}.weight"] = (outputs, inputs)

@@ -1,4 +1,4 @@
-"""The command `whippet`: one module a subcommand, imported only when it is asked for."""
+"""Implements the command `whippet`: one module per subcommand, imported only when needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m service.cli`: the command where it is not installed."""
+"""Runs `python -m service.cli`, the command where it is not installed."""
 
 from __future__ import annotations
 

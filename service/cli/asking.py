@@ -1,4 +1,4 @@
-"""One question to a server, whose answer is shown as it comes."""
+"""Asks a server one question and prints the answer as it arrives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from service.cli.channel import Server, cancelled_at_ctrl_c, complain, wrong_fields
-from service.cli.output import Output
+from service.cli.channel import ServerAddress, cancelled_at_ctrl_c, complain, wrong_fields
+from service.cli.output import TerminalOutput
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
@@ -16,7 +16,7 @@ _FIELD = "stopping.max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallOutcome:
     """How a call ended: with `error`, unless the answer is complete; `interrupted` by ctrl-C, which is an error too."""
 
     error: grpc.RpcError | None
@@ -26,14 +26,14 @@ class Ended:
 class Asker:
     """`timeout`: seconds for each answer."""
 
-    def __init__(self, channel: grpc.Channel, server: Server, timeout: float | None) -> None:
+    def __init__(self, channel: grpc.Channel, server: ServerAddress, timeout: float | None) -> None:
         self._stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
         self._server = server
         self._timeout = timeout
 
-    def ask(self, request: pb.GenerateStreamRequest, out: Output) -> Ended:
-        """Asks for LIMIT tokens at most where the request names no limit, and says so where that cuts the answer
-        short. Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
+    def ask(self, request: pb.GenerateStreamRequest, out: TerminalOutput) -> CallOutcome:
+        """Asks for LIMIT tokens at most where the request names no limit, and reports where that cuts the answer short.
+        Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
         if request.stopping.HasField("max_tokens"):
             return self._stream(request, out)
         limited = pb.GenerateStreamRequest()
@@ -46,7 +46,7 @@ class Asker:
             complain(f"stopped after {limit} tokens, the default of --max-tokens", 0)
         return ended
 
-    def _stream(self, request: pb.GenerateStreamRequest, out: Output) -> Ended:
+    def _stream(self, request: pb.GenerateStreamRequest, out: TerminalOutput) -> CallOutcome:
         call = self._stub.GenerateStream(request, timeout=self._timeout, metadata=self._server.metadata)
         with cancelled_at_ctrl_c(call) as interrupted:
             try:
@@ -55,7 +55,7 @@ class Asker:
                 out.close()
             except grpc.RpcError as error:
                 out.end_line()
-                return Ended(error, interrupted.is_set())
+                return CallOutcome(error, interrupted.is_set())
             finally:
                 call.cancel()
-            return Ended(None, interrupted.is_set())
+            return CallOutcome(None, interrupted.is_set())

@@ -1,4 +1,4 @@
-"""`whippet bench`: measures this machine, or a server that runs. `bench` is its body, in a process of its own."""
+"""Measures this machine or a running server: `whippet bench`. `bench` does it in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `python -m bench`."""
+    """Takes the flags of `python -m bench`."""
     return run_module("bench", argv)

@@ -1,4 +1,4 @@
-"""`whippet cache replay`: traces through the caches. `bench.replay` runs them in a process of its own."""
+"""Replays traces through the caches: `whippet cache replay`. `bench.replay` does it in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `bench.replay`."""
+    """Takes the flags of `bench.replay`."""
     return run_module("bench.replay", argv)

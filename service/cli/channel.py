@@ -1,4 +1,4 @@
-"""How a client reaches a server: address, credentials, and its refusals in one line."""
+"""Connects clients to a server: address, credentials, and its refusals in one line."""
 
 from __future__ import annotations
 
@@ -33,16 +33,12 @@ class UsageError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError."""
-
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """Address and credentials."""
-
+class ServerAddress:
     address: str
     token: str | None
     ca: Path | None
@@ -51,7 +47,7 @@ class Server:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """For a command that calls as callers do."""
+        """Adds flags of a command that calls as callers do."""
         parser.add_argument("--address", default=DATA, metavar="HOST[:PORT]", help="default: %(default)s")
         cls._add_credentials(parser, DATA)
 
@@ -59,7 +55,7 @@ class Server:
     def add_operator_flags(
         cls, parser: argparse.ArgumentParser, default: str = ADMIN, port: str = "the admin port"
     ) -> None:
-        """For a command of operators: the address is its first word."""
+        """Adds flags of an operators' command: the address is its first word."""
         parser.add_argument(
             "address", nargs="?", default=default, metavar="HOST[:PORT]", help=f"{port}; default: %(default)s"
         )
@@ -74,8 +70,7 @@ class Server:
         parser.add_argument("--tls-key", type=Path, metavar="PEM", help="its private key")
 
     @classmethod
-    def of(cls, flags: argparse.Namespace) -> Server:
-        """Raises UsageError."""
+    def of(cls, flags: argparse.Namespace) -> ServerAddress:
         if (flags.tls_cert is None) != (flags.tls_key is None):
             raise UsageError("--tls-cert and --tls-key go together")
         if flags.tls_cert is not None and flags.tls_ca is None:
@@ -85,7 +80,6 @@ class Server:
         )
 
     def channel(self) -> grpc.Channel:
-        """Raises UsageError."""
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_reconnect_backoff_ms", 1000)]
         if self.address.startswith(LOOPBACK):
             options.append(("grpc.enable_http_proxy", 0))
@@ -101,7 +95,7 @@ class Server:
 
 
 def _with_port(address: str, port: str) -> str:
-    """`localhost`, `::1` and `[::1]` mean the port that a server has unless told otherwise."""
+    """Adds the server's default port to `localhost`, `::1` and `[::1]`."""
     if address.startswith(_SCHEMES):
         return address
     with contextlib.suppress(ValueError):
@@ -127,19 +121,19 @@ def _read(path: Path) -> bytes:
 
 
 def exit_code(error: grpc.RpcError) -> int:
-    """64 and the gRPC code, as grpcurl has it."""
+    """Returns 64 and the gRPC code, as grpcurl has it."""
     number: int = cast(grpc.Call, error).code().value[0]
     return 64 + number
 
 
 def probe_code(error: grpc.RpcError) -> int:
-    """The same, with one code for a server that does not answer."""
+    """Returns the exit code, with one code for a server that does not answer."""
     silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return NO_ANSWER if cast(grpc.Call, error).code() in silent else exit_code(error)
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """One line: the code, the server's message, the fields that are wrong, when to try again."""
+    """Describes an error in one line: the code, the server's message, the wrong fields, when to retry."""
     call = cast(grpc.Call, error)
     message = call.details() or "no reason given"
     details = _details(call)
@@ -163,7 +157,6 @@ def explain(error: grpc.RpcError, address: str) -> str:
 
 
 def wrong_fields(error: grpc.RpcError) -> frozenset[str]:
-    """The fields that a refusal names."""
     fields: set[str] = set()
     for detail in _details(cast(grpc.Call, error)):
         bad = error_details_pb2.BadRequest()
@@ -183,8 +176,8 @@ def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb
 
 @contextlib.contextmanager
 def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
-    """The event is set once ctrl-C came. An exception thrown into the middle of grpc is lost now and then; a handler is
-    not. The call is cancelled by another thread, since this one may hold the call's own lock."""
+    """Yields an event that is set at ctrl-C. An exception raised inside grpc is lost now and then; a handler is not.
+    Another thread cancels the call, since this one may hold the call's own lock."""
     happened = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
@@ -199,6 +192,6 @@ def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
 
 
 def complain(line: str, code: int) -> int:
-    """One line on stderr; the exit code."""
+    """Prints one line on stderr and returns the exit code."""
     sys.stderr.write(f"whippet: {line}\n")
     return code

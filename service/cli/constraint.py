@@ -1,4 +1,4 @@
-"""Flags that say what an answer must look like."""
+"""Adds flags that constrain an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """One of them."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--json-schema", type=Path, metavar="FILE", help="the answer is JSON of this schema")
     group.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
@@ -24,7 +23,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def constraint_of(flags: argparse.Namespace) -> pb.Constraint | None:
-    """What was given. Raises UsageError where a file cannot be read, ValueError where a text is not UTF-8."""
+    """Returns the constraint given. Raises UsageError where a file cannot be read, ValueError where a text is not
+    UTF-8."""
     if flags.json_schema is not None:
         return pb.Constraint(json_schema=_text(flags.json_schema))
     if flags.grammar is not None:

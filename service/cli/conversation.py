@@ -1,7 +1,6 @@
-"""`whippet generate` without a prompt, on a terminal: question and answer in turns, until ctrl-D.
+"""Runs a conversation on a terminal, `whippet generate` without a prompt: question and answer in turns, until ctrl-D.
 
-What was said is kept in memory alone, the lines that were typed included. There is no more than three commands: what
-sampling has to say is said by flags, once.
+Messages are kept in memory alone, typed lines included. There are only three commands: sampling is set once, by flags.
 """
 
 from __future__ import annotations
@@ -14,41 +13,39 @@ import sys
 import grpc
 
 from service.cli.asking import Asker
-from service.cli.channel import INTERRUPTED, Server, complain, explain
-from service.cli.output import Output
+from service.cli.channel import INTERRUPTED, ServerAddress, complain, explain
+from service.cli.output import TerminalOutput
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 _PROMPT, _MORE = "> ", ". "
 _COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?", re.DOTALL)
-_WELCOME = "A conversation: ctrl-C stops an answer, ctrl-D ends, /help tells the rest."
+_WELCOME = "A conversation: ctrl-C stops an answer, ctrl-D ends, /help lists commands."
 _HELP = """\
 /system TEXT  a system message for what follows; without TEXT none
-/reset        forget what was said; the system message stays
+/reset        forget the messages; the system message stays
 /exit         end, as ctrl-D
 ctrl-C        stop an answer, of which the model remembers what came; without one, end
 Lines that are pasted together are one message. A message may begin with / after a space."""
 
 
-class Turns:
-    """What the model is told of the conversation."""
-
+class ConversationTurns:
     def __init__(self, system: str | None) -> None:
         self.system = system
-        self._said: list[pb.ChatMessage] = []
+        self._messages: list[pb.ChatMessage] = []
 
     def asked(self, question: str) -> pb.Chat:
-        """The chat that ends with a question. It is remembered once it has an answer."""
+        """Returns the chat that ends with a question, which is kept once it has an answer."""
         system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
-        return pb.Chat(messages=[*system, *self._said, _user(question)])
+        return pb.Chat(messages=[*system, *self._messages, _user(question)])
 
     def answered(self, question: str, text: str, reasoning: str) -> None:
         answer = pb.ChatMessage(role="assistant", content=text)
         if reasoning:
             answer.reasoning = reasoning
-        self._said += [_user(question), answer]
+        self._messages += [_user(question), answer]
 
     def forget(self) -> None:
-        self._said.clear()
+        self._messages.clear()
 
 
 def _user(text: str) -> pb.ChatMessage:
@@ -56,14 +53,14 @@ def _user(text: str) -> pb.ChatMessage:
 
 
 class Conversation:
-    """`request`: all that a question has besides its messages. `timeout`: seconds for each answer."""
+    """`request` holds everything but the messages. `timeout`: seconds for each answer."""
 
     def __init__(
         self,
         channel: grpc.Channel,
-        server: Server,
+        server: ServerAddress,
         request: pb.GenerateStreamRequest,
-        turns: Turns,
+        turns: ConversationTurns,
         timeout: float | None,
     ) -> None:
         self._asker = Asker(channel, server, timeout)
@@ -72,13 +69,13 @@ class Conversation:
         self._turns = turns
 
     def run(self) -> int:
-        """Until the user ends it. Returns the exit code."""
+        """Runs until the user ends it. Returns the exit code."""
         _edit_lines()
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
             try:
-                said = _read()
-                if said is None or not self._obey_or_ask(said):
+                line = _read()
+                if line is None or not self._obey_or_ask(line):
                     return 0
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
@@ -86,12 +83,12 @@ class Conversation:
             except ValueError:  # UnicodeError: of input(), or of a message that is to be sent
                 complain("that is not UTF-8 text", 0)
 
-    def _obey_or_ask(self, said: str) -> bool:
-        """False where the conversation is to end."""
-        command = _COMMAND.fullmatch(said.rstrip())
+    def _obey_or_ask(self, line: str) -> bool:
+        """Returns False where the conversation should end."""
+        command = _COMMAND.fullmatch(line.rstrip())
         if command is None:
-            if said.strip():
-                self._ask(said)
+            if line.strip():
+                self._ask(line)
             return True
         name, text = command[1], command[2]
         if name == "exit":
@@ -107,11 +104,11 @@ class Conversation:
         return True
 
     def _ask(self, question: str) -> None:
-        """What goes wrong is told in one line, and the question is forgotten."""
+        """Asks a question. An error is printed in one line, and the question is dropped."""
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
-        out = Output(live=True)
+        out = TerminalOutput(live=True)
         ended = self._asker.ask(request, out)
         if ended.error is not None and not ended.interrupted:
             complain(explain(ended.error, self._address), 0)
@@ -121,7 +118,7 @@ class Conversation:
 
 
 def _edit_lines() -> None:
-    """Editing and earlier lines, where this Python has readline. A paste of several lines then is one line to it."""
+    """Enables line editing and history, where this Python has readline, which reads a paste of several lines as one."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -129,8 +126,8 @@ def _edit_lines() -> None:
 
 
 def _read() -> str | None:
-    """A message; None at the end of input. What is waiting already belongs to it, so that half a paste is never sent
-    by a terminal that does not mark them."""
+    """Returns a message; None at the end of input. Input that is already waiting belongs to it, so that half a paste is
+    never sent by a terminal that does not mark them."""
     lines: list[str] = []
     try:
         lines.append(input(_PROMPT))

@@ -1,4 +1,4 @@
-"""`whippet convert`: safetensors of a folder with pickled weights. `quant` makes them in a process of its own."""
+"""Converts pickled weights of a folder to safetensors: `whippet convert`. `quant` does it in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `quant`."""
+    """Takes the flags of `quant`."""
     return run_module("quant", ["convert", *argv])

@@ -1,8 +1,8 @@
-"""`whippet doctor`: what this machine has, and how a model would be served on it.
+"""Reports what this machine has, and how a model would be served on it: `whippet doctor`.
 
 The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible, 2 where what was named is no model's folder. A port that is taken is reported but is no such reason, since a
-running server takes it.
+impossible, 2 where the path is no model's folder. A port that is taken is reported but does not fail, since a running
+server takes it.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="whippet doctor",
-        description="Tells what this machine has and how a model would be served on it. Loads no weights.",
+        description="Reports what this machine has and how a model would be served on it. Loads no weights.",
         epilog="Exit code: 1 where serving is impossible; 2: wrong usage, or no folder of a model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", help="say how this folder or GGUF file would be served")
+    parser.add_argument("--model", help="report how this folder or GGUF file would be served")
     model = ModelOptions()
     parser.add_argument("--device", default=model.device, choices=get_args(Device), help=_AS_SERVE)
     parser.add_argument("--dtype", default=model.dtype, choices=get_args(Dtype), help=_AS_SERVE)
@@ -60,21 +60,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=get_args(KvDtype), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as for `whippet serve`")
-    parser.add_argument("--draft-model", metavar="FOLDER", help="say whether it can guess for that of --model")
+    parser.add_argument("--draft-model", metavar="FOLDER", help="report whether it can draft for that of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--metrics-listen", default="127.0.0.1:9090", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--cache-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
     parser.add_argument("--prebuilt-dir", type=Path, metavar="FOLDER", help="as for `whippet serve`")
-    parser.add_argument("--digest", action="store_true", help="read all weights and say what --model-digest may demand")
-    parser.add_argument("--all", action="store_true", help="say what is not in use as well, and more of the machine")
+    parser.add_argument(
+        "--digest", action="store_true", help="read all weights and print what --model-digest may demand"
+    )
+    parser.add_argument("--all", action="store_true", help="report also what is not in use, and more of the machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
-    """The whole report, as printed with --json."""
     machine = machines.look()
     missing = [f"package {name} is not installed" for name, found in machine.packages.items() if found is None]
     engine = _engine_report(flags)
@@ -97,7 +98,7 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
-    """Where compiled code and the embedder are kept, what is wrong with it, and a problem that forbids it."""
+    """Returns where compiled code and the embedder are kept, what is wrong with it, and problems that forbid it."""
     try:
         found = look(folder, os.environ)
     except UnsafeFolder as error:
@@ -106,7 +107,7 @@ def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
 
 
 def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
-    """Where what was made ahead is looked for, and a problem that forbids it."""
+    """Returns the folder of what was made ahead, and problems that forbid it."""
     named = os.environ.get(PREBUILT)
     try:
         path = look_ahead(folder or (Path(named) if named else None))
@@ -116,7 +117,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
-    """The report of `engine.worker.doctor`; `problems` alone where it gives none."""
+    """Returns the report of `engine.worker.doctor`; `problems` alone where it gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
     if flags.digest:
@@ -134,14 +135,14 @@ def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
             timeout=ENGINE_TIMEOUT,
         )
     except subprocess.TimeoutExpired:
-        return {"problems": [f"the engine did not say what it has within {ENGINE_TIMEOUT:g} s"]}
+        return {"problems": [f"the engine did not report within {ENGINE_TIMEOUT:g} s"]}
     try:
         report = json.loads(done.stdout)
     except ValueError:
         report = None
     if isinstance(report, dict):
         return report
-    last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it said nothing"])[-1]
+    last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["it printed nothing"])[-1]
     return {"problems": [f"the engine cannot be asked (exit code {done.returncode}): {last.strip()}"]}
 
 

@@ -1,7 +1,7 @@
-"""`whippet drain`: takes a running server out of service, or back into it. For hooks before a stop, and operators.
+"""Takes a running server out of service, or back into it: `whippet drain`, for hooks before a stop, and operators.
 
 Exit codes: 0 done: with --wait drained, without it begun; 1 where requests were still live when the time was over;
-2 for a command line that makes no sense; 3 where nobody answers in time; 64 and the gRPC code for a refusal; 130 for
+2 for a command line that makes no sense; 3 where no answer comes in time; 64 and the gRPC code for a refusal; 130 for
 ctrl-C, which ends the wait and not the drain.
 """
 
@@ -18,7 +18,7 @@ from service.cli.channel import (
     INTERRUPTED,
     USAGE,
     Parser,
-    Server,
+    ServerAddress,
     UsageError,
     cancelled_at_ctrl_c,
     complain,
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         flags = _parser().parse_args(argv)
         if flags.timeout is not None and not (flags.wait and 0 < flags.timeout <= _LONGEST):
             raise UsageError("--timeout goes with --wait and must be above 0")
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel:
             stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
             return _undo(stub, server) if flags.undo else _drain(stub, server, flags)
@@ -51,11 +51,11 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="whippet drain",
-        description="Takes a server out of service: health says NOT_SERVING, and after drain.delay new requests are "
-        "refused. It stays up. Exit code 0: done; 1: requests are still live; 2: wrong usage; 3: nobody answers.",
+        description="Takes a server out of service: health reports NOT_SERVING, and after drain.delay new requests are "
+        "refused. It stays up. Exit code 0: done; 1: requests are still live; 2: wrong usage; 3: no answer.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser)
+    ServerAddress.add_operator_flags(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--wait", action="store_true", help="until the last request has ended")
     what.add_argument("--undo", action="store_true", help="back into service")
@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _drain(stub: AdminServiceStub, server: Server, flags: argparse.Namespace) -> int:
+def _drain(stub: AdminServiceStub, server: ServerAddress, flags: argparse.Namespace) -> int:
     request, deadline = admin_pb2.DrainRequest(), None
     if flags.timeout is not None or not flags.wait:
         wait = Duration()
@@ -83,7 +83,7 @@ def _drain(stub: AdminServiceStub, server: Server, flags: argparse.Namespace) ->
     return 0 if drained or not flags.wait else STILL_LIVE
 
 
-def _undo(stub: AdminServiceStub, server: Server) -> int:
+def _undo(stub: AdminServiceStub, server: ServerAddress) -> int:
     try:
         stub.Undrain(admin_pb2.UndrainRequest(), timeout=_ANSWER, metadata=server.metadata)
     except grpc.RpcError as error:

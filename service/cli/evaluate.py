@@ -1,4 +1,5 @@
-"""`whippet evaluate`: perplexity of a model, and its distance from another. `quant` does it in a process of its own."""
+"""Measures a model's perplexity and its distance from another: `whippet evaluate`. `quant` does it in a process of its
+own."""
 
 from __future__ import annotations
 
@@ -8,5 +9,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `quant`."""
+    """Takes the flags of `quant`."""
     return run_module("quant", ["evaluate", *argv])

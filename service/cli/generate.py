@@ -1,5 +1,5 @@
-"""`whippet generate`: sends a prompt to a server and streams the answer to stdout; without a prompt, on a terminal, one
-after another.
+"""Sends a prompt to a server and streams the answer to stdout: `whippet generate`. Without a prompt, on a terminal, it
+holds a conversation.
 
 Exit codes: 0; 2 for a command line that makes no sense; 64 and the gRPC code for a refusal; 130 for ctrl-C; 141 where
 stdout was closed by its reader.
@@ -22,14 +22,14 @@ from service.cli.channel import (
     INTERRUPTED,
     USAGE,
     Parser,
-    Server,
+    ServerAddress,
     UsageError,
     complain,
     exit_code,
     explain,
 )
-from service.cli.conversation import Conversation, Turns
-from service.cli.output import Output
+from service.cli.conversation import Conversation, ConversationTurns
+from service.cli.output import TerminalOutput
 from service.pb.whippet.v1 import generation_pb2 as pb
 
 BROKEN_PIPE = 141
@@ -48,11 +48,11 @@ _SAMPLING = (  # flags that are fields of SamplingOptions
 def run(argv: Sequence[str]) -> int:
     try:
         flags = _parser().parse_args(argv)
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         request = _request(flags)
         if _converses(flags):
             with server.channel() as channel:
-                return Conversation(channel, server, request, Turns(flags.system), flags.timeout).run()
+                return Conversation(channel, server, request, ConversationTurns(flags.system), flags.timeout).run()
         _set_prompt(request, flags)
         with server.channel() as channel:
             return _ask(channel, server, request, flags)
@@ -87,20 +87,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(parser)
     constraint.add_flags(parser)
     parser.add_argument(
-        "--n", type=int, metavar="N", help="so many answers, one after the other; drawn with --seed, --seed + 1, …"
+        "--n", type=int, metavar="N", help="this many answers, one after the other; drawn with --seed, --seed + 1, …"
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after this long")
     parser.add_argument("--json", action="store_true", help="print one JSON object once the answer is complete")
-    Server.add_flags(parser)
+    ServerAddress.add_flags(parser)
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """What is left out has the model's own default."""
+    """Adds sampling flags. Without one, the model's own default applies."""
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"the most tokens; default: {LIMIT}, or what the context leaves"
     )
-    parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before so many tokens")
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="no stop of any kind before this many tokens")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 takes the most likely token")
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="the most likely tokens that have probability P together"
@@ -146,7 +146,7 @@ def _template_argument(text: str) -> tuple[str, Any]:
 
 
 def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
-    """Without what is asked; with the flags that were given, which the server validates."""
+    """Makes the request without its input, from the flags given, which the server validates."""
     try:
         sampling = {name: getattr(flags, name) for name in _SAMPLING}
         request = pb.GenerateStreamRequest(
@@ -183,7 +183,7 @@ def _set_prompt(request: pb.GenerateStreamRequest, flags: argparse.Namespace) ->
     prompt = _piped() if flags.prompt in (None, "-") else flags.prompt
     try:
         if flags.chat or flags.system is not None or flags.template_argument:
-            request.chat.MergeFrom(Turns(flags.system).asked(prompt))
+            request.chat.MergeFrom(ConversationTurns(flags.system).asked(prompt))
         else:
             request.text = prompt
     except ValueError as error:  # an argument that is not UTF-8
@@ -198,8 +198,10 @@ def _piped() -> str:
     return text.removesuffix("\n").removesuffix("\r")  # echo's, and editors'
 
 
-def _ask(channel: grpc.Channel, server: Server, request: pb.GenerateStreamRequest, flags: argparse.Namespace) -> int:
-    out = Output(live=not flags.json, answers=max(1, request.n))
+def _ask(
+    channel: grpc.Channel, server: ServerAddress, request: pb.GenerateStreamRequest, flags: argparse.Namespace
+) -> int:
+    out = TerminalOutput(live=not flags.json, answers=max(1, request.n))
     try:
         ended = Asker(channel, server, flags.timeout).ask(request, out)
     except BrokenPipeError:

@@ -1,6 +1,6 @@
-"""`whippet health`: asks a server whether it serves, for probes and scripts.
+"""Asks a server whether it serves, for probes and scripts: `whippet health`.
 
-Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where nobody answers in time; 64 and
+Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where no answer comes in time; 64 and
 the gRPC code for a refusal; 130 for ctrl-C.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import grpc
 from grpc_health.v1 import health_pb2
 
-from service.cli.channel import INTERRUPTED, USAGE, Parser, Server, UsageError, complain, explain, probe_code
+from service.cli.channel import INTERRUPTED, USAGE, Parser, ServerAddress, UsageError, complain, explain, probe_code
 
 HEALTH = "127.0.0.1:50053"
 READY = "whippet.v1.GenerationService"
@@ -25,7 +25,7 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 def run(argv: Sequence[str]) -> int:
     try:
         flags = _parser().parse_args(argv)
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel:
             return _check(channel, server, flags)
     except UsageError as error:
@@ -37,11 +37,11 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="whippet health",
-        description="Says whether a server serves. Exit code 0: it does; 1: it does not; 2: wrong usage; 3: nobody "
+        description="Reports whether a server serves. Exit code 0: it does; 1: it does not; 2: wrong usage; 3: nobody "
         "answers.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser, HEALTH, "the health port, or another one")
+    ServerAddress.add_operator_flags(parser, HEALTH, "the health port, or another one")
     parser.add_argument(
         "--service", default=READY, metavar="NAME", help="'' asks whether the process lives; default: %(default)s"
     )
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(channel: grpc.Channel, server: Server, flags: argparse.Namespace) -> int:
+def _check(channel: grpc.Channel, server: ServerAddress, flags: argparse.Namespace) -> int:
     call = channel.unary_unary(
         _CHECK, health_pb2.HealthCheckRequest.SerializeToString, health_pb2.HealthCheckResponse.FromString
     )

@@ -15,13 +15,13 @@ def command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def environment() -> Mapping[str, str]:
-    """With a PYTHONPATH that finds the packages of this process."""
+    """Returns the environment with a PYTHONPATH that finds the packages of this process."""
     home = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """In the foreground, on this terminal; ctrl-C is left to it. Returns its exit code."""
+    """Runs in the foreground on this terminal and handles ctrl-C itself. Returns its exit code."""
     with subprocess.Popen(command(module, arguments), env=environment()) as child:
         while True:
             try:
@@ -31,5 +31,5 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 
 def _exit_code(returned: int) -> int:
-    """128 and the signal's number, as shells have it, for a process that a signal ended."""
+    """Returns 128 and the signal's number, as shells have it, for a process that a signal ended."""
     return 128 - returned if returned < 0 else returned

@@ -1,4 +1,4 @@
-"""What this machine has, read from the system: processor, memory, package versions, ports."""
+"""Reads the machine's processor, memory, package versions and ports from the system."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "safetensors", "jinja2"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and counts. None where the system does not say."""
+    """Bytes and counts. None where the system does not report it."""
 
     system: str
     python: str
@@ -49,8 +49,6 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class PortState:
-    """Whether a server could listen on an address."""
-
     address: str
     problem: str | None
 
@@ -96,13 +94,13 @@ def probe(address: str) -> PortState:
 
 
 def _compiler() -> str | None:
-    """As the engine looks for it: $CC, or the first of the usual names."""
+    """Finds the compiler as the engine does: $CC, or the first of the usual names."""
     named = os.environ.get("CC")
     return next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """`name: value` lines; the first of each name."""
+    """Reads `name: value` lines; the first of each name counts."""
     found: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -116,7 +114,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _bytes(value: str | None) -> int | None:
-    """meminfo's "123 kB"."""
+    """Parses meminfo's "123 kB"."""
     number = (value or "").split()
     return int(number[0]) * 1024 if number and number[0].isdigit() else None
 

@@ -1,4 +1,4 @@
-"""Answers on stdout: piece by piece as they come, or as one JSON object."""
+"""Prints answers on stdout: piece by piece as they arrive, or as one JSON object."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 
 
-class Answer:
-    """One of the answers, as far as it has come."""
+class PrintedAnswer:
+    """One of the answers, as far as it has arrived."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -61,9 +61,9 @@ class Answer:
         }
 
 
-class Output:
-    """`live`: piece by piece; of several answers the first that is not whole, and the others behind it. What the model
-    thought is shown on a terminal alone, apart from the answer."""
+class TerminalOutput:
+    """`live`: piece by piece; of several answers the first incomplete one, and the others behind it. Reasoning is
+    printed on a terminal alone, apart from the answer."""
 
     def __init__(self, live: bool, answers: int = 1) -> None:
         self._live = live
@@ -72,7 +72,7 @@ class Output:
         self._last = "\n"  # character on the terminal
         self._thinking = False
         self._wanted = answers
-        self._answers = [Answer()]  # that have begun, or come before one that has
+        self._answers = [PrintedAnswer()]  # that have begun, or come before one that has
         self._showing = -1  # which of them
         self._info = pb.PromptInfo()
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -88,7 +88,6 @@ class Output:
 
     @property
     def cut_short(self) -> bool:
-        """Whether the most tokens that were asked for ended an answer."""
         finishes = [answer.finish for answer in self._answers if answer.finish is not None]
         return any(finish.reason == pb.FINISH_REASON_LENGTH for finish in finishes)
 
@@ -105,13 +104,13 @@ class Output:
         while self._answer(self._showing).finish is not None and self._showing + 1 < self._wanted:
             self._show_next()
 
-    def _answer(self, index: int) -> Answer:
+    def _answer(self, index: int) -> PrintedAnswer:
         while len(self._answers) <= index:
-            self._answers.append(Answer())
+            self._answers.append(PrintedAnswer())
         return self._answers[index]
 
     def close(self) -> None:
-        """The answers are complete."""
+        """Ends the output, since the answers are complete."""
         self._think(False)
         if not self._live:
             sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
@@ -119,14 +118,14 @@ class Output:
         sys.stdout.flush()
 
     def end_line(self) -> None:
-        """Lets the next output on the terminal begin on a new line."""
+        """Makes the next output on the terminal begin on a new line."""
         self._think(False)
         if self._last != "\n":
             self._write("\n")
 
     def _show_next(self) -> None:
-        """Turns to the next answer, with what has come of it; several are told apart by their numbers on a terminal, by
-        an empty line elsewhere."""
+        """Turns to the next answer and prints what has arrived of it; several are separated by their numbers on a
+        terminal, by an empty line elsewhere."""
         self._showing += 1
         if self._live and self._wanted > 1:
             self.end_line()
@@ -146,7 +145,7 @@ class Output:
             self._write(text)
 
     def _think(self, begins: bool) -> None:
-        """Where the model's thoughts begin or end."""
+        """Marks where reasoning begins or ends."""
         if begins == self._thinking:
             return
         self._thinking = begins
@@ -156,20 +155,20 @@ class Output:
             self._write("\n" if self._last == "\n" else "\n\n")
 
     def _write(self, text: str) -> None:
-        shown = text.translate(_HARMLESS) if self._terminal else text
-        sys.stdout.write(shown)
+        printable = text.translate(_HARMLESS) if self._terminal else text
+        sys.stdout.write(printable)
         sys.stdout.flush()
-        self._last = shown[-1]
+        self._last = printable[-1]
 
     def _object(self) -> dict[str, Any]:
-        """As `GenerateResponse` has them."""
+        """Returns the fields of `GenerateResponse`."""
         first, *more = (answer.object() for answer in self._answers)
         found = {"request_id": self._info.request_id, "model": self._info.model, **first}
         return {**found, "more_answers": more} if more else found
 
 
 def _short(value: float) -> float:
-    """A 32-bit float as it was written: 0.7, not 0.699999988079071."""
+    """Formats a 32-bit float as it was written: 0.7, not 0.699999988079071."""
     return float(f"{value:.7g}") if isinstance(value, float) else value
 
 

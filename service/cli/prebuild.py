@@ -1,4 +1,4 @@
-"""`whippet prebuild`: makes ahead what servers compile or export at their first start, in processes of their own."""
+"""Makes ahead what servers compile or export at their first start, in processes of their own: `whippet prebuild`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _kernels(flags: argparse.Namespace) -> list[str]:
-    """What the engine is told of models and GPUs."""
     given = [f"--model={model.resolve()}" for model in flags.model]
     for name in ("arch", "multiprocessors", "quantization"):
         if getattr(flags, name) is not None:
@@ -57,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help="for GPUs of these architectures: all of sm_80,sm_86,sm_89,sm_90,sm_100 unless said",
+        help="for GPUs of these architectures: all of sm_80,sm_86,sm_89,sm_90,sm_100 by default",
     )
     parser.add_argument(
         "--multiprocessors",

@@ -1,4 +1,4 @@
-"""`whippet profile`: where a running server spends its time, as collapsed stacks for a flame graph."""
+"""Profiles a running server as collapsed stacks for a flame graph: `whippet profile`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from service.cli.channel import (
     INTERRUPTED,
     USAGE,
     Parser,
-    Server,
+    ServerAddress,
     UsageError,
     cancelled_at_ctrl_c,
     complain,
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
         flags = _parser().parse_args(argv)
         if not 0 < flags.seconds <= _LONGEST:
             raise UsageError("--seconds must be above 0")
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel, _opened(flags.output) as out:
             return _take(channel, server, flags.seconds, out)
     except UsageError as error:
@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         "any request.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser)
+    ServerAddress.add_operator_flags(parser)
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="how long, 60 at most; default: %(default)g"
     )
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _opened(path: str) -> nullcontext[TextIO] | TextIO:
-    """Before the profile is taken, not after."""
+    """Opens the output before the profile is taken, not after."""
     if path == "-":
         return nullcontext(sys.stdout)
     try:
@@ -69,7 +69,7 @@ def _opened(path: str) -> nullcontext[TextIO] | TextIO:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _take(channel: grpc.Channel, server: Server, seconds: float, out: TextIO) -> int:
+def _take(channel: grpc.Channel, server: ServerAddress, seconds: float, out: TextIO) -> int:
     stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
     duration = Duration()
     duration.FromNanoseconds(round(seconds * 1e9))
@@ -92,5 +92,5 @@ def _write(response: admin_pb2.ProfileResponse, out: TextIO) -> None:
     for one in response.processes:
         lines = one.stacks.splitlines()
         out.writelines(f"{one.process};{line}\n" for line in lines)
-        said = one.why_not or f"{len(lines)} different stacks"
-        sys.stderr.write(f"{one.process}: {said}\n")
+        found = one.why_not or f"{len(lines)} different stacks"
+        sys.stderr.write(f"{one.process}: {found}\n")

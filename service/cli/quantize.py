@@ -1,4 +1,4 @@
-"""`whippet quantize`: 4-bit or 8-bit weights of a model folder. `quant` makes them in a process of its own."""
+"""Makes 4-bit or 8-bit weights of a model folder: `whippet quantize`. `quant` does it in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `quant`."""
+    """Takes the flags of `quant`."""
     return run_module("quant", ["quantize", *argv])

@@ -1,4 +1,4 @@
-"""`whippet replay`: does the steps again that an engine recorded before a fault, in a process of its own."""
+"""Repeats the steps that an engine recorded before a fault, in a process of its own: `whippet replay`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `engine.worker.replay`."""
+    """Takes the flags of `engine.worker.replay`."""
     return run_module("engine.worker.replay", argv)

@@ -1,4 +1,4 @@
-"""`whippet rollback`: turns one optimisation off on a running server and shows what that changes."""
+"""Turns one optimisation off on a running server and prints the effect: `whippet rollback`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """The flags are those of `bench.live`."""
+    """Takes the flags of `bench.live`."""
     return run_module("bench.live", argv)

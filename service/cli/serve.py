@@ -1,4 +1,4 @@
-"""`whippet serve`: passes its flags to the server. Hears signals before anything large is imported."""
+"""Passes the flags of `whippet serve` to the server. Handles signals before anything large is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`whippet top`: what a running server does, on the terminal, again and again.
+"""Prints repeatedly what a running server does: `whippet top`.
 
 Exit codes: 0 after ctrl-C, `q` or the one frame of --once; 2 for a command line that makes no sense; 64 and the gRPC
 code where --once gets no answer, or where the server refuses to be looked at.
@@ -19,7 +19,16 @@ from contextlib import contextmanager
 
 import grpc
 
-from service.cli.channel import USAGE, Parser, Server, UsageError, cancelled_at_ctrl_c, complain, exit_code, explain
+from service.cli.channel import (
+    USAGE,
+    Parser,
+    ServerAddress,
+    UsageError,
+    cancelled_at_ctrl_c,
+    complain,
+    exit_code,
+    explain,
+)
 from service.cli.top_frame import Look, birth, frame
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1.admin_pb2_grpc import AdminServiceStub
@@ -40,9 +49,9 @@ def run(argv: Sequence[str]) -> int:
         flags = _parser().parse_args(argv)
         if not 0.1 <= flags.interval <= 3600:
             raise UsageError("--interval must be from 0.1 to 3600")
-        server = Server.of(flags)
+        server = ServerAddress.of(flags)
         with server.channel() as channel:
-            watch = Watch(channel, server)
+            watch = ServerWatch(channel, server)
             show = _once if flags.once else _live if sys.stdout.isatty() else _listed
             show(watch, flags.interval)
         return 0
@@ -64,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "ctrl-C. Where stdout is no terminal, frames are written one after another.",
         allow_abbrev=False,
     )
-    Server.add_operator_flags(parser)
+    ServerAddress.add_operator_flags(parser)
     parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between two looks; default: %(default)s"
     )
@@ -73,17 +82,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class Unseen(Exception):
-    """The server cannot be looked at. One line, and the exit code."""
+    """The server cannot be polled. One line, and the exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
 
 
-class Watch:
-    """Looks at one server."""
-
-    def __init__(self, channel: grpc.Channel, server: Server) -> None:
+class ServerWatch:
+    def __init__(self, channel: grpc.Channel, server: ServerAddress) -> None:
         self._stub = AdminServiceStub(channel)  # type: ignore[no-untyped-call]
         self._server = server
         self._looks: list[Look] = []  # the last two
@@ -108,7 +115,7 @@ class Watch:
         self._trouble = ""
 
     def lines(self, width: int) -> list[str]:
-        """The frame; before there were two looks, over the server's whole life."""
+        """Returns the frame; before the second poll, over the server's whole life."""
         trouble = [f"trying again: {self._trouble}"[:width]] if self._trouble else []
         if not self._looks:
             return trouble
@@ -116,29 +123,29 @@ class Watch:
         return [*trouble, *frame(self._looks[0] if len(self._looks) > 1 else birth(now), now, width)]
 
 
-def _once(watch: Watch, interval: float) -> None:
+def _once(watch: ServerWatch, interval: float) -> None:
     watch.look(once=True)
     time.sleep(interval)
     watch.look(once=True)
     _print(watch)
 
 
-def _listed(watch: Watch, interval: float) -> None:
-    """One frame after another, for a file or a pipe."""
+def _listed(watch: ServerWatch, interval: float) -> None:
+    """Prints one frame after another, for a file or a pipe."""
     while True:
         watch.look()
         _print(watch)
         time.sleep(interval)
 
 
-def _print(watch: Watch) -> None:
-    """As wide as COLUMNS says, else 120. A blank line parts frames."""
+def _print(watch: ServerWatch) -> None:
+    """Prints as wide as COLUMNS, else 120. A blank line separates frames."""
     width = shutil.get_terminal_size((120, 40)).columns
     sys.stdout.write("\n".join([*watch.lines(width), "", ""]))
     sys.stdout.flush()
 
 
-def _live(watch: Watch, interval: float) -> None:
+def _live(watch: ServerWatch, interval: float) -> None:
     with _screen() as ended:
         while True:
             watch.look()
@@ -153,7 +160,7 @@ def _live(watch: Watch, interval: float) -> None:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[float], bool]]:
-    """A screen of its own, given back at the end. Gives what waits for `q`."""
+    """Opens an alternate screen, closed at the end. Yields a function that waits for `q`."""
     keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before = None if keys is None else termios.tcgetattr(keys)
 

@@ -1,7 +1,7 @@
-"""One frame of `whippet top`: two looks at a server, as lines of text.
+"""Renders one frame of `whippet top` from two polls of a server.
 
-Rates and latencies are of the time between the two looks; where the engine was restarted meanwhile, its counters began
-again at 0 and so does their rate.
+Rates and latencies are of the time between the two polls; where the engine was restarted meanwhile, its counters and
+rates begin at 0.
 """
 
 from __future__ import annotations
@@ -36,36 +36,30 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server said at one moment."""
-
     at: float  # seconds, monotonic
     load: admin_pb2.GetLoadResponse
 
 
 def birth(look: Look) -> Look:
-    """What there was to see when that server started: nothing."""
+    """Returns the empty load of the server's start."""
     return Look(look.at - look.load.uptime.ToNanoseconds() / 1e9, admin_pb2.GetLoadResponse())
 
 
 class Between:
-    """From one look to the next, of the same server process."""
-
     def __init__(self, before: Look, now: Look) -> None:
         self._before, self._now = before.load, now.load
         self.seconds = max(now.at - before.at, 1e-9)
 
     def rate(self, field: str) -> float:
-        """Of a counter, a second."""
+        """Returns the rate of a counter per second."""
         count: int = getattr(self._now, field) - getattr(self._before, field)
         return max(0, count) / self.seconds
 
     def rates(self, field: str) -> dict[str, float]:
-        """Of a map of counters, those that there are."""
         now, before = getattr(self._now, field), getattr(self._before, field)
         return {name: max(0, count - before.get(name, 0)) / self.seconds for name, count in sorted(now.items())}
 
     def counts(self, name: str) -> tuple[list[float], list[int]]:
-        """Borders of a distribution, and what fell between them."""
         now = self._now.seconds.get(name, admin_pb2.Distribution())
         before = self._before.seconds.get(name, admin_pb2.Distribution())
         if before.borders != now.borders:
@@ -74,13 +68,13 @@ class Between:
 
     @property
     def processor(self) -> float:
-        """Share of one core that the front used."""
+        """Returns the share of one core that the front used."""
         used = self._now.front_cpu.ToNanoseconds() - self._before.front_cpu.ToNanoseconds()
         return max(0.0, used / 1e9 / self.seconds)
 
 
 def frame(before: Look, now: Look, width: int) -> list[str]:
-    """No line is wider than that."""
+    """Returns lines of at most `width`."""
     if now.load.uptime.ToNanoseconds() < before.load.uptime.ToNanoseconds():  # it was started again
         before = birth(now)
     load, between = now.load, Between(before, now)
@@ -98,7 +92,7 @@ def frame(before: Look, now: Look, width: int) -> list[str]:
         *_engine(load, between),
         *_front(load, between),
     ]
-    return [line[:width].rstrip() for label, told in rows for line in _lines(label, told, width)]
+    return [line[:width].rstrip() for label, cells in rows for line in _lines(label, cells, width)]
 
 
 def _server(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
@@ -109,14 +103,14 @@ def _server(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
 
 
 def _requests(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         f"{load.live_requests} live",
         f"{load.running} of {load.max_sequences} running",
         f"{load.queued_requests} of {load.queue_limit} queued",
         f"{load.paused} paused",
         f"{load.looking_requests} looking",
     )
-    yield _row("requests", told)
+    yield _row("requests", cells)
     ended = between.rates("ended_calls")
     yield _row("ended", (f"{code} {rate:.1f}/s" for code, rate in _first(ended, "OK")))
     refused = {reason: rate for reason, rate in between.rates("refused_requests").items() if rate}
@@ -125,12 +119,12 @@ def _requests(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row
 
 
 def _rates(between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         f"{between.rate('generated_tokens'):,.1f}/s generated",
         f"{between.rate('prompt_tokens'):,.1f}/s of prompts",
         f"{between.rate('cached_tokens'):,.1f}/s of them cached",
     )
-    yield _row("tokens", told)
+    yield _row("tokens", cells)
     guessed = between.rate("draft_proposed")
     if guessed:
         right = between.rate("draft_accepted")
@@ -140,10 +134,10 @@ def _rates(between: Between) -> Iterator[Row]:
 def _latencies(between: Between) -> Iterator[Row]:
     heads = "".join(f"{f'p{share * 100:g}':>11}" for share in _QUANTILES)
     yield _row("latency", (f"{'':16}{heads}{'count':>11}",))
-    for name, told in _TIMES:
+    for name, cells in _TIMES:
         borders, counts = between.counts(name)
         found = [_short(quantile(borders, counts, share)) for share in _QUANTILES]
-        yield _row("", (f"{told:16}{''.join(f'{value:>11}' for value in found)}{sum(counts):>11,}",))
+        yield _row("", (f"{cells:16}{''.join(f'{value:>11}' for value in found)}{sum(counts):>11,}",))
 
 
 def _pages(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
@@ -157,30 +151,30 @@ def _pages(load: admin_pb2.GetLoadResponse) -> Iterator[Row]:
 
 def _caches(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
     counts = between.rates("cache_counts")
-    told = []
+    cells = []
     for name, hits, lookups in (
         ("response", ("response_lookup.hit",), "response_lookup."),
         ("semantic", ("semantic_lookup.strict", "semantic_lookup.learned"), "semantic_lookup."),
     ):
         asked = sum(rate for key, rate in counts.items() if key.startswith(lookups))
         found = sum(counts.get(key, 0.0) for key in hits)
-        told.append(f"{name} {found / asked:.0%} found of {asked:.1f}/s" if asked else f"{name} -")
+        cells.append(f"{name} {found / asked:.0%} found of {asked:.1f}/s" if asked else f"{name} -")
     prompts = between.rate("prompt_tokens")
-    told.append(f"prefix {between.rate('cached_tokens') / prompts:.0%} of tokens" if prompts else "prefix -")
-    told.append(f"read along {counts.get('flight.follow', 0.0):.1f}/s")
-    yield _row("caches", told)
+    cells.append(f"prefix {between.rate('cached_tokens') / prompts:.0%} of tokens" if prompts else "prefix -")
+    cells.append(f"read along {counts.get('flight.follow', 0.0):.1f}/s")
+    yield _row("caches", cells)
     if load.cache_breakers:
         yield _row("redis", (f"{name} {_breaker(state)}" for name, state in sorted(load.cache_breakers.items())))
 
 
 def _engine(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
-    told = (
+    cells = (
         _STATES.get(load.state, "?"),
         f"{between.rate('steps'):,.1f} steps/s",
         f"{load.restarts} restarts",
         f"{load.preemptions} preemptions",
     )
-    yield _row("engine", told)
+    yield _row("engine", cells)
     if load.device_bytes:
         used = f"{_bytes(load.device_used_bytes)} of {_bytes(load.device_bytes)}"
         yield _row("gpu", (used, f"{load.device_used_bytes / load.device_bytes:.0%} used"))
@@ -191,8 +185,8 @@ def _front(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
 
 
 def quantile(borders: list[float], counts: list[int], share: float) -> float | None:
-    """Where so much of what was counted lies below, as if values spread evenly in their bucket. Beyond the last border
-    it is that border. None where nothing was counted."""
+    """Returns the value below which `share` of the counted values lie, as if they spread evenly in their bucket. Beyond
+    the last border it is that border. None where nothing was counted."""
     below, wanted = 0, share * sum(counts)
     if not wanted:
         return None
@@ -204,14 +198,14 @@ def quantile(borders: list[float], counts: list[int], share: float) -> float | N
     return borders[-1] if borders else None
 
 
-def _row(label: str, told: Iterable[str]) -> Row:
-    return f"{label:{_LABEL}}", tuple(told)
+def _row(label: str, cells: Iterable[str]) -> Row:
+    return f"{label:{_LABEL}}", tuple(cells)
 
 
-def _lines(label: str, told: Sequence[str], width: int) -> Iterator[str]:
-    """What does not fit beside the label goes on below."""
+def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
+    """Yields lines; cells that do not fit beside the label continue below."""
     line = label
-    for part in told:
+    for part in cells:
         if len(line) + len(part) > width and len(line) > _LABEL:
             yield line
             line = " " * _LABEL
@@ -220,7 +214,7 @@ def _lines(label: str, told: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _first(rates: Mapping[str, float], name: str) -> list[tuple[str, float]]:
-    """With one of them first, there or not; others only while they move."""
+    """Returns rates with `name` first, present or not; others only while they are above 0."""
     others = [(other, rate) for other, rate in rates.items() if other != name and rate]
     return [(name, rates.get(name, 0.0)), *others]
 

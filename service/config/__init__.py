@@ -1,1 +1,1 @@
-"""The settings tree: its definition, its leaves, and the sources of their values."""
+"""Defines the settings tree, its leaves, and the sources of their values."""

@@ -1,4 +1,4 @@
-"""The settings tree as a list of its leaves: what flags, environment and YAML may name."""
+"""Lists the leaves of the settings tree, which flags, environment and YAML may name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ PLAIN_WORDS: Mapping[Path, Path] = {("engine",): ("engine", "kind")}
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One setting."""
-
     path: Path
     type: Any
     default: object
@@ -28,12 +26,12 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """As flags and messages have it: `scheduler.max-sequences`."""
+        """Returns the name that flags and messages use: `scheduler.max-sequences`."""
         return spelled(self.path)
 
     @property
     def values(self) -> str:
-        """What may be given, for `--help`: `{auto,cpu,cuda}`, or a word for the type."""
+        """Returns the permitted values for `--help`: `{auto,cpu,cuda}`, or a word for the type."""
         kind = _plain(self.type)
         if get_origin(kind) is Literal:
             return "{" + ",".join(map(str, get_args(kind))) + "}"
@@ -43,12 +41,11 @@ class Leaf:
 
 
 def spelled(path: Path) -> str:
-    """A path of the tree as flags have it."""
     return ".".join(path).replace("_", "-")
 
 
 def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
-    """All settings below a dataclass, in its order."""
+    """Yields all settings below a dataclass, in its order."""
     hints = get_type_hints(tree, include_extras=True)
     for one in fields(tree):
         path, kind = (*parents, one.name), hints[one.name]
@@ -60,7 +57,7 @@ def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
 
 
 def _plain(kind: Any) -> Any:
-    """The type without `| None` and annotations."""
+    """Returns the type without `| None` and annotations."""
     if get_origin(kind) is Annotated:
         return _plain(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):

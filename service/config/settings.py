@@ -1,7 +1,7 @@
-"""The one settings tree, and the values it has where nobody sets them.
+"""Defines the one settings tree and its defaults.
 
 A leaf is a field of a frozen dataclass: its type, its default, its help (with the unit) and its bounds stand there and
-nowhere else. What the engine or the caches use is defined in their own `settings` module and mounted here as it stands.
+nowhere else. The settings of engine and caches are defined in their own `settings` modules and mounted here unchanged.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ AddressOrNone = Annotated[str, AfterValidator(lambda address: address and _addre
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """How much work may wait, and how much callers may send."""
+    """Bounds on waiting work and on what callers may send."""
 
     queued_requests: int = setting(256, "generations beyond those that run at once", ge=0)
     queued_prompt_tokens: int = setting(1_048_576, "prompt tokens of requests without a first token", ge=1)
@@ -84,8 +84,6 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How many processes serve."""
-
     fronts: int = setting(
         1, "processes that speak gRPC on the data port; more than 1: relays, beside the one that decides", ge=1, le=64
     )
@@ -96,7 +94,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """What is spoken on the data port beside whippet.v1."""
+    """Protocols of the data port beside whippet.v1."""
 
     vllm_engine: bool = setting(True, "vllm.grpc.engine, for gateways that speak to vLLM")
     open_inference: bool = setting(True, "inference, KServe's open inference protocol")
@@ -104,16 +102,12 @@ class ProtocolOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsoleOptions:
-    """The page on the metrics port."""
-
     enabled: bool = setting(True, "the page at / of the metrics port; beyond this machine for known callers alone")
     hosts: str = setting("", "host names that lead to it, commas between; addresses and localhost always do")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """What a reader that is slow may cost."""
-
     buffer_bytes: int = setting(262_144, "what may wait for a reader before its sequence pauses", ge=4096)
     stall_timeout: float = setting(
         30.0, "seconds without a message taken until a stream is ended", gt=0, le=86_400, allow_inf_nan=False
@@ -122,11 +116,9 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainOptions:
-    """How the server stops."""
-
     delay: float = setting(
         0.0,
-        "seconds that health says NOT_SERVING while requests are still admitted; longer than balancers look",
+        "seconds that health reports NOT_SERVING while requests are still admitted; longer than balancers look",
         ge=0,
         le=3600,
     )
@@ -135,8 +127,6 @@ class DrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AuthOptions:
-    """Who may call."""
-
     tokens_file: Path | None = setting(None, "YAML of {tenant, rights, sha256 or san, expires}; unset: all may all")
     tenants_file: Path | None = setting(None, "YAML of what each tenant may use; unset: no quotas")
 
@@ -158,8 +148,6 @@ class TlsOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How the model's answers to chats are taken apart."""
-
     tool_format: Literal["auto", "none", "hermes", "llama", "mistral"] = setting(
         "auto", "how calls of tools are written; auto: by the template and the tokens of the model"
     )
@@ -170,11 +158,9 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceOptions:
-    """OpenTelemetry traces of calls."""
-
     endpoint: EndpointOrNone = setting(None, "collector of OTLP over gRPC, http://HOST:PORT or https://…; unset: none")
     ca_file: Path | None = setting(None, "authority of an https endpoint, PEM; unset: public ones")
-    sample: float = setting(0.01, "share of calls traced where the caller does not say", ge=0, le=1)
+    sample: float = setting(0.01, "share of calls traced where the caller does not decide", ge=0, le=1)
 
     def __post_init__(self) -> None:
         if self.ca_file is not None and not (self.endpoint or "").startswith("https:"):
@@ -183,8 +169,6 @@ class TraceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """What lines on stderr look like."""
-
     format: LogFormat = setting("text", "of a line: text, or one JSON object")
     tenants: bool = setting(False, "lines of calls name the tenant")
 
@@ -194,22 +178,20 @@ class AnswerSwitches:
     """Optimisations of whole answers. Neither changes greedy output."""
 
     response_cache: bool = setting(True, "answer identical questions once")
-    semantic_cache: bool = setting(True, "look for questions that mean the same, as cache.semantic.mode says")
+    semantic_cache: bool = setting(True, "look for questions that mean the same, as set by cache.semantic.mode")
 
 
 # Fields are those of the bases from the last one to the first: this is the order of `--help`.
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions(PrefixSwitches, AnswerSwitches, ExecutionSwitches):
-    """The switches, each of which can also be set while requests are served."""
+    """Switches, which can also be set while requests are served."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedOptions:
-    """What is served."""
-
     model: str | None = setting(None, "the model: a folder as Hugging Face lays it out, or a GGUF file")
     model_digest: str | None = setting(
-        None, "what the folder must have, as `whippet doctor --digest` says it", pattern=r"^sha256:[0-9a-f]{64}$"
+        None, "what the folder must have, as `whippet doctor --digest` prints it", pattern=r"^sha256:[0-9a-f]{64}$"
     )
     model_name: str | None = setting(
         None, "what requests call it; unset: the folder's name, or the file's without .gguf", min_length=1
@@ -220,8 +202,6 @@ class ServedOptions:
 
 @validated(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Settings(ModelOptions, ServedOptions):
-    """The tree."""
-
     config: Path | None = setting(None, "YAML file with this same tree, or a folder of such files")
     listen: Address = setting("127.0.0.1:50051", "data port")
     admin_listen: Address = setting("127.0.0.1:50052", "admin port")
@@ -263,7 +243,7 @@ class Settings(ModelOptions, ServedOptions):
 
     @property
     def served_name(self) -> str:
-        """What requests may put into their field `model`."""
+        """Returns what requests may put into their field `model`."""
         if self.model_name is not None:
             return self.model_name
         if self.model is None:
@@ -272,7 +252,7 @@ class Settings(ModelOptions, ServedOptions):
         return path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
 
     def engine_settings(self, vocab_size: int | None = None) -> EngineSettings:
-        """The engine's share. `vocab_size` is the tokenizer's, for a fake engine that must speak its ids."""
+        """Returns the engine's settings. `vocab_size` is the tokenizer's, for a fake engine that must use its ids."""
         return EngineSettings(
             model=self.model or "",
             model_digest=self.model_digest,

@@ -1,7 +1,7 @@
-"""Where settings come from, and which value wins.
+"""Loads settings from their sources.
 
-Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML that `--config` names, which beats
-the defaults of the tree. A name that no setting has is refused, wherever it stands.
+Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML that `--config` names, which beats the
+defaults of the tree. Unknown names are refused, wherever they stand.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _PLAIN_WORD = {leaf: group for group, leaf in PLAIN_WORDS.items()}
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Flags > environment > YAML > defaults. Raises BadSettings; `--help` prints and raises SystemExit(0)."""
+    """Loads in the order flags > environment > YAML > defaults. Raises BadSettings; `--help` prints and raises
+    SystemExit(0)."""
     env = os.environ if environ is None else environ
     flags = _flags(argv)
     config = flags.get("config") or env.get(f"{ENV_PREFIX}CONFIG")
@@ -90,18 +91,19 @@ def _flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _add_flag(group: Any, leaf: Leaf) -> None:
-    """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch alone is turned on."""
-    shown = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
+    """Adds a flag. `--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch without a
+    value is turned on."""
+    name = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
     text = f"{leaf.help}{_default(leaf.default)}".strip().replace("%", "%%")
     alone: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(leaf.default, bool) else {}
     unset = argparse.SUPPRESS
-    group.add_argument(f"--{shown}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
-    if shown != leaf.name:
+    group.add_argument(f"--{name}", dest=leaf.name, metavar=leaf.values, default=unset, help=text, **alone)
+    if name != leaf.name:
         group.add_argument(f"--{leaf.name}", dest=leaf.name, default=unset, help=argparse.SUPPRESS, **alone)
 
 
 def _default(value: object) -> str:
-    """For `--help`. Where there is none, the text says what unset means, or nothing is on."""
+    """Returns the default for `--help`; empty where the help states what unset means, or the default is off."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -130,7 +132,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_files(path: Path) -> tuple[Path, ...]:
-    """The file, or the YAML files of a folder: of two that set the same, the later one by name counts. Raises
+    """Returns the file, or the YAML files of a folder: where two set the same, the later name counts. Raises
     BadSettings."""
     try:
         files = tuple(sorted(path.glob("*.yaml"))) if path.is_dir() else (path,)
@@ -160,7 +162,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Does not wait for a writer, as a FIFO would. Raises BadSettings, OSError, UnicodeDecodeError."""
+    """Reads without waiting for a writer, as a FIFO would. Raises BadSettings, OSError, UnicodeDecodeError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise BadSettings(f"config: {path} is no file")
@@ -171,7 +173,7 @@ def _text(path: Path) -> str:
 
 
 def _underscored(value: Any) -> Any:
-    """YAML may write names as flags do, with hyphens."""
+    """Converts hyphens in YAML's names, which may be written as flags are."""
     if isinstance(value, dict):
         return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
     return value

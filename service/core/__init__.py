@@ -1,1 +1,1 @@
-"""The use cases: a valid request, who is let in, where its answer comes from, and its text. No gRPC, no protobuf."""
+"""Holds the use cases: valid requests, admission, the source of an answer, and its text. No gRPC, no protobuf."""

@@ -13,7 +13,7 @@ from engine.api import Constraint
 from engine.constraints.deaths import Deaths
 from service.core.errors import InvalidRequest, Violation
 from service.core.request import ConstraintText, Origin
-from service.core.text.sandbox.jobs import Refusal, pack
+from service.core.text.sandbox.jobs import JobRefused, pack
 from service.core.text.sandbox.processes import JobDied, TextProcesses
 
 Key = tuple[str, tuple[str, ...]]  # kind and texts
@@ -21,8 +21,8 @@ _KEPT: Final = 4 * 2**20  # bytes of text
 _DEADLY: Final = "is too complex: the process that checks it does not survive it"
 
 
-class Constraints:
-    """Of one server. Belongs to one event loop."""
+class ConstraintReader:
+    """Reads the constraints of requests to one server. Used from one event loop."""
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
@@ -51,9 +51,9 @@ class Constraints:
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
         try:
             if self._deaths.refused(name):
-                raise Refusal(_DEADLY)
+                raise JobRefused(_DEADLY)
             return (await self._processes.run("constraint", pack(key), origin.deadline, origin.tenant)).decode()
-        except Refusal as error:
+        except JobRefused as error:
             raise InvalidRequest((Violation(field, str(error)),)) from None
         except JobDied:
             self._deaths.add(name)

@@ -1,4 +1,4 @@
-"""What can go wrong in the front, as its callers see it. `status` says which gRPC status each becomes.
+"""Lists the front's errors as its callers see them. `status` maps each to a gRPC status.
 
 ServiceError
 ├── InvalidRequest      fields are wrong; every violation is named
@@ -8,7 +8,7 @@ ServiceError
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
 ├── Draining            nothing new is let in: try another server, or later
-├── Stopping            the process ends, and no operator can undo that
+├── ShuttingDown        the process ends, and no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
 ├── Unauthenticated     who calls is not known
 ├── PermissionDenied    the caller lacks the right
@@ -26,15 +26,13 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field that is wrong."""
-
     field: str  # its path, "sampling.top_p" for one; empty for the message itself
     description: str
 
 
 class Reason(StrEnum):
-    """For programs: `reason` of a refusal's google.rpc.ErrorInfo. What each means, and what to do about it, stands at
-    `ErrorReason` of the contract, which has the same names."""
+    """Machine-readable `reason` of a refusal's google.rpc.ErrorInfo. `ErrorReason` of the contract has the same names,
+    and explains each."""
 
     # A limit is reached.
     QUEUE_FULL = "QUEUE_FULL"
@@ -81,40 +79,30 @@ class ServiceError(Exception):
 
 
 class InvalidRequest(ServiceError):
-    """Fields are wrong."""
-
     def __init__(self, violations: tuple[Violation, ...]) -> None:
         super().__init__("; ".join(f"{v.field}: {v.description}" if v.field else v.description for v in violations))
         self.violations = violations
 
 
 class UnknownModel(ServiceError):
-    """No model of that name is served."""
-
     def __init__(self, name: str, served: str) -> None:
         super().__init__(f"no such model is served here: {name[:128]!r}; {served!r} is")
         self.name = name
 
 
 class UnknownRequest(ServiceError):
-    """No live request of that name."""
-
     def __init__(self, request_id: str) -> None:
         super().__init__("no such request is live")
         self.request_id = request_id
 
 
 class DuplicateRequest(ServiceError):
-    """A live request of this tenant has that name."""
-
     def __init__(self, request_id: str) -> None:
         super().__init__("a live request has this request_id")
         self.request_id = request_id
 
 
 class Unimplemented(ServiceError):
-    """This build or model lacks the option."""
-
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
@@ -136,39 +124,29 @@ class Overloaded(ServiceError):
 
 
 class Draining(ServiceError):
-    """Nothing new is let in."""
-
     def __init__(self, retry_after: float) -> None:
         super().__init__("the server is draining")
         self.retry_after = retry_after  # seconds
 
 
-class Stopping(ServiceError):
-    """The process ends."""
-
+class ShuttingDown(ServiceError):
     def __init__(self) -> None:
         super().__init__("the server is stopping: a drain by a signal is for good")
 
 
 class CacheUnavailable(ServiceError):
-    """The caches' store does not answer."""
-
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after  # seconds
 
 
 class Unauthenticated(ServiceError):
-    """Who calls is not known."""
-
     def __init__(self, message: str, reason: Reason) -> None:
         super().__init__(message)
         self.reason = reason
 
 
 class PermissionDenied(ServiceError):
-    """The caller lacks the right."""
-
     def __init__(self, rights: tuple[str, ...]) -> None:
         super().__init__(f"the caller lacks the right to {' or '.join(rights)}")
         self.rights = rights  # any of which would do

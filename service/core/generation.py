@@ -1,6 +1,5 @@
-"""The use case: a request is let in and tokenized, its answer is found or generated, and delivered part by part. Unary
-and streamed answers differ in their sink alone.
-"""
+"""Implements generation: a request is admitted and tokenized, its answer is found or generated, and delivered part by
+part. Unary and streamed answers differ in their sink alone."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from service.core.admission.admission import Abortable, Admission
 from service.core.admission.quotas import FREE
 from service.core.answers.delivery import Messages, Outlet, Sink, Whole
 from service.core.answers.engine_answer import Charge
-from service.core.answers.lookup import AnswerSources, Findings
+from service.core.answers.lookup import AnswerSources, CacheFindings
 from service.core.answers.parsed_outlet import ParsedOutlet, with_marks
 from service.core.answers.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
 from service.core.answers.sources import AnswerSource
@@ -42,8 +41,6 @@ from service.observability.record import RecordBuilder
 
 
 class Generator:
-    """Answers requests."""
-
     def __init__(
         self,
         model: ServedModel,
@@ -58,15 +55,14 @@ class Generator:
 
     @property
     def semantic(self) -> bool:
-        """Whether there is a semantic cache."""
         return self._sources.semantic
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """The whole answer in one message. Raises what `status` knows."""
+        """Sends the whole answer in one message. Raises what `status` knows."""
         return self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
 
     def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """The answer in messages as the request's `delivery` says. Raises what `status` knows."""
+        """Sends the answer in messages as the request's `delivery` asks. Raises what `status` knows."""
         origin.record.streamed = True
         return self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
 
@@ -93,7 +89,7 @@ class Generator:
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header, ids[0])
-            call = _Call(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
+            call = _AnswersCall(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
             if request.answers == 1:
                 await self._deliver(found, origin, outlet, call)
             elif request.sampling.temperature == 0:
@@ -101,8 +97,7 @@ class Generator:
             else:
                 await self._deliver_all(found, origin, outlet, call)
 
-    async def _deliver(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
-        """One answer."""
+    async def _deliver(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
         request, record = found.request, origin.record
         parser = self._model.answer_parser(request, found.engine_request.token_ids)
         sink = call.make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
@@ -117,9 +112,9 @@ class Generator:
                 sink.close()
                 _note(record, found, source)
 
-    async def _deliver_all(self, found: Findings, origin: Origin, outlet: Outlet, call: _Call) -> None:
-        """Several answers. All take their admission slots before the engine has begun any, so that a refusal is one of
-        the whole."""
+    async def _deliver_all(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
+        """Delivers several answers. All take their admission slots before the engine has begun any, so that all are
+        refused together."""
         count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
         if count > self._admission.slots.total:
             raise InvalidRequest((Violation("n", f"must be at most {self._admission.slots.total} on this server"),))
@@ -143,14 +138,12 @@ class Generator:
         return self._admission.live
 
     def _lowered(self, request: Request, tenant: str) -> Request:
-        """With the highest priority that the tenant may have, where it asks for more."""
+        """Limits the priority to the highest that the tenant may have."""
         highest = self._admission.quotas.policy(tenant).priority
         return replace(request, priority=highest) if request.priority > highest else request
 
 
-class _Call(msgspec.Struct, frozen=True):
-    """What all answers of a call have in common."""
-
+class _AnswersCall(msgspec.Struct, frozen=True):
     prompt: PromptFacts
     make_sink: Callable[[Outlet, bool], Sink]
     charge: Charge
@@ -158,11 +151,9 @@ class _Call(msgspec.Struct, frozen=True):
 
 
 class _Reading:
-    """One answer on its way from its source to the sink."""
-
     def __init__(
         self,
-        found: Findings,
+        found: CacheFindings,
         source: AnswerSource,
         sink: Sink,
         record: RecordBuilder,
@@ -180,14 +171,14 @@ class _Reading:
 
     async def _scored(self, prompt: PromptFacts) -> AnswerPart:
         """Delivers what comes before the answer. Its first part."""
-        ids, told = self._found.engine_request.token_ids, 1
+        ids, reported = self._found.engine_request.token_ids, 1
         while True:
             part = await self._source.next()
             scores = self._source.prompt_logprobs
             if scores:
                 await self._begin(prompt)
-                await self._sink.score(ids[told : told + len(scores)], scores)
-                told += len(scores)
+                await self._sink.score(ids[reported : reported + len(scores)], scores)
+                reported += len(scores)
             if part.token_ids or part.ending is not None:
                 return part
 
@@ -197,8 +188,8 @@ class _Reading:
             await self._sink.begin(prompt)
 
     async def run(self, prompt: PromptFacts) -> None:
-        """From the log-probabilities of the prompt, if they are wanted, to the answer's last message. What comes last
-        is left for the message that carries the ending.
+        """Sends everything from the prompt's log-probabilities, if wanted, to the answer's last message. What comes
+        last is left for the message that carries the ending.
 
         Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
         """
@@ -250,7 +241,7 @@ class _Reading:
         outcome, request = found.outcome, found.engine_request
         start, finish = source.start, source.finish
         if not source.generated and outcome.source is CacheSource.NONE:
-            outcome = replace(outcome, source=CacheSource.RESPONSE)  # somebody else's generation
+            outcome = replace(outcome, source=CacheSource.RESPONSE)  # another call's generation
         now, record = self._clock(), self._record
         first_at = record.first_token_at or now
         took = finish or start or Start(cached_tokens=0, queue=first_at - request.arrived_at, prefill=0.0)
@@ -277,8 +268,7 @@ class _Reading:
         )
 
 
-def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
-    """What is known of the answer's source, however its reading ended."""
+def _note(record: RecordBuilder, found: CacheFindings, source: AnswerSource) -> None:
     record.submitted_at = source.submitted_at
     record.draft_proposed, record.draft_accepted = source.draft_proposed, source.draft_accepted
     took = source.finish or source.start
@@ -291,7 +281,6 @@ def _note(record: RecordBuilder, found: Findings, source: AnswerSource) -> None:
 
 
 def _operation(prompt: Prompt) -> str:
-    """As the semantic conventions of OpenTelemetry have it."""
     return "chat" if isinstance(prompt, ChatPrompt) else "text_completion"
 
 
@@ -310,8 +299,8 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
 
 
 def _most(stops: Stops, facts: ModelFacts) -> int:
-    """Tokens of the answer, as far as the context leaves room for them. A model's own limit is a default: more are
-    generated where the caller wants at least so many."""
+    """Returns the most tokens of the answer that the context has room for. A model's own limit is a default: more are
+    generated where the caller's minimum requires it."""
     if stops.max_tokens is not None:
         return stops.max_tokens
     return facts.max_context if facts.most_tokens is None else max(facts.most_tokens, stops.min_tokens)

@@ -1,4 +1,4 @@
-"""The model that this server serves, as the front sees it: its name, its tokenizer, and what the engine says of it."""
+"""Describes the served model to the front: name, tokenizer, and the engine's facts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.api import Engine, EngineState, ModelInfo, SamplingParams
-from service.core.constraints import Constraints
+from service.core.constraints import ConstraintReader
 from service.core.errors import InvalidRequest, Violation
 from service.core.parsing.answer import AnswerParser
 from service.core.parsing.formats import NO_FORMATS, AnswerFormats, prompt_tail
 from service.core.request import ChatPrompt, ModelFacts, Origin, Prompt, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatTemplateError, Detokenizer, SamplingDefaults, Tokenizer, TokenTexts
 from service.core.text.conversation import sent_texts
-from service.core.text.sandbox.jobs import EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
+from service.core.text.sandbox.jobs import EncodeChat, EncodeText, JobRefused, pack, pack_ids, unpack_ids
 from service.core.text.sandbox.processes import TextProcesses
 from service.core.text.tokenizer import MOST_TEXT
 from service.core.validation import too_long
@@ -23,16 +23,12 @@ GREEDY_BELOW = 1e-5  # temperatures under it would overflow the logits; they are
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What callers may know of the model."""
-
     facts: ModelFacts
     info: ModelInfo
     tokenizer_digest: str
 
 
 class ServedModel:
-    """One model."""
-
     def __init__(
         self,
         name: str,
@@ -46,16 +42,15 @@ class ServedModel:
         self._engine = engine
         self._processes = processes
         self._formats = formats
-        self.constraints = Constraints(processes)
+        self.constraints = ConstraintReader(processes)
         self._known: tuple[ModelInfo, ModelFacts] | None = None
 
     @property
     def chat(self) -> bool:
-        """Whether there is a chat template."""
         return self._tokenizer.chat
 
     def facts(self) -> ModelFacts:
-        """What validation needs. Raises EngineUnavailable unless requests can be taken."""
+        """Returns what validation needs. Raises EngineUnavailable unless requests are accepted."""
         state, info = self._engine.state, self._engine.info
         if state is not EngineState.READY or info is None:
             raise self._engine.unavailable()
@@ -64,7 +59,7 @@ class ServedModel:
         return self._known[1]
 
     async def encode(self, prompt: Prompt, facts: ModelFacts, origin: Origin) -> tuple[int, ...]:
-        """The prompt's token ids. Raises InvalidRequest where the template refuses it or it is too long; and as
+        """Returns the prompt's token ids. Raises InvalidRequest where the template refuses it or it is too long; and as
         TextProcesses.run."""
         if isinstance(prompt, TokenPrompt):
             return prompt.ids
@@ -75,8 +70,8 @@ class ServedModel:
         return tuple(await self.tokenize(prompt, origin, facts.max_context - 1))
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin, most: int | None = None) -> Sequence[int]:
-        """At most `most` ids. Raises InvalidRequest where there are more, where the template refuses the prompt or it
-        is larger than MOST_TEXT; and as TextProcesses.run."""
+        """Returns at most `most` ids. Raises InvalidRequest where there are more, where the template refuses the prompt
+        or it is larger than MOST_TEXT; and as TextProcesses.run."""
         try:
             if isinstance(prompt, TextPrompt):
                 _check_size(prompt, (prompt.text,))
@@ -87,27 +82,27 @@ class ServedModel:
             if self._tokenizer.chat_here(prompt.messages, prompt.options):
                 return self._tokenizer.encode_chat(prompt.messages, prompt.options)
             return await self._ids("encode_chat", pack(EncodeChat(prompt.messages, prompt.options, most)), origin)
-        except (ChatTemplateError, Refusal) as error:
+        except (ChatTemplateError, JobRefused) as error:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
     async def detokenize(self, ids: list[int], origin: Origin) -> str:
-        """Special tokens left out. Raises InvalidRequest; and as TextProcesses.run."""
+        """Leaves special tokens out. Raises InvalidRequest; and as TextProcesses.run."""
         if self._tokenizer.decode_here(ids):
             return self._tokenizer.decode(ids)
         try:
             return (await self._processes.run("decode", pack_ids(ids), origin.deadline, origin.tenant)).decode()
-        except Refusal as error:
+        except JobRefused as error:
             raise InvalidRequest((Violation("token_ids", str(error)),)) from None
 
     async def _ids(self, kind: str, payload: bytes, origin: Origin) -> Sequence[int]:
         return unpack_ids(await self._processes.run(kind, payload, origin.deadline, origin.tenant))
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
-        """None where neither text nor stop strings are asked for."""
+        """Returns None where neither text nor stop strings are requested."""
         return self.text_maker(request) if request.output.text or request.stops.strings else None
 
     def text_maker(self, request: Request) -> Detokenizer:
-        """For whoever reads the answer's text, sent or not."""
+        """Returns a detokenizer for the answer's text, sent or not."""
         stops = request.stops
         return Detokenizer(
             self._tokenizer,
@@ -120,11 +115,11 @@ class ServedModel:
 
     @property
     def token_texts(self) -> TokenTexts:
-        """What ids stand for."""
         return self._tokenizer.token_texts
 
     def answer_parser(self, request: Request, ids: Sequence[int]) -> AnswerParser | None:
-        """For the answer to a chat whose reader wants reasoning and calls apart from text, where there may be any."""
+        """Returns a parser for an answer whose reader wants reasoning and calls apart from text, where the model makes
+        any."""
         prompt, formats = request.prompt, self._formats
         if not isinstance(prompt, ChatPrompt) or not _parses(request):
             return None
@@ -132,12 +127,11 @@ class ServedModel:
         return formats.parser(bool(prompt.options.tools), prompt.continues, tail)
 
     def marks(self, request: Request) -> Mapping[int, str]:
-        """What stands in the text that is parsed for tokens that have no text."""
+        """Texts that stand in the parsed text for tokens without text."""
         marked = isinstance(request.prompt, ChatPrompt) and _parses(request) and request.output.skip_special
         return self._formats.marks if marked else {}
 
     def describe(self) -> ModelDescription:
-        """Raises EngineUnavailable."""
         facts, info = self.facts(), self._engine.info
         if info is None:
             raise self._engine.unavailable()
@@ -170,7 +164,7 @@ def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:
 
 
 def resolve_defaults(given: SamplingDefaults) -> SamplingParams:
-    """What a request gets where it leaves everything unset.
+    """Returns the parameters of a request that sets none.
 
     As in Hugging Face's generate(), a model that does not ask to be sampled is greedy: `do_sample` false, or neither
     `do_sample` nor `temperature` named. What it does not name is off.

@@ -1,4 +1,4 @@
-"""Plain data of the use cases: a valid request, what is known of the model, and how an answer ended."""
+"""Defines plain data of the use cases: a valid request, facts of the model, and how an answer ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.observability.record import RecordBuilder
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """Plain text. `field` is where it stands in the request."""
+    """`field` names the request's field in violations."""
 
     text: str
     field: ClassVar[str] = "text"
@@ -21,16 +21,12 @@ class TextPrompt(msgspec.Struct, frozen=True):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True):
-    """Token ids, given to the model as they are."""
-
     ids: tuple[int, ...]
     field: ClassVar[str] = "token_ids.ids"
     continues: ClassVar[bool] = True
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """Messages for the model's chat template."""
-
     messages: tuple[ChatMessage, ...]
     options: ChatOptions = NO_OPTIONS
     field: ClassVar[str] = "chat.messages"
@@ -41,7 +37,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class ConstraintText(msgspec.Struct, frozen=True):
-    """What the answer must look like, as the caller wrote it. `field` is where it stands in the request."""
+    """Constraint of the answer as the caller wrote it. `field` names it in violations."""
 
     kind: str  # as `service.core.text.constraint` knows them
     texts: tuple[str, ...]  # one; of a choice, its options
@@ -52,8 +48,6 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What validation needs to know of the model."""
-
     name: str
     vocab_size: int
     max_context: int  # tokens
@@ -63,22 +57,18 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     most_tokens: int | None = None  # of an answer, where the request names no limit; None: what the context leaves
 
 
-COMPANY = 0.2  # seconds, where the caller says nothing: no bound of its own
+COALESCING_DELAY = 0.2  # seconds, where the caller says nothing: no bound of its own
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """How a stream is cut into messages."""
-
     max_tokens: int
     max_delay: float  # seconds
-    # While many are served, messages hold whatever has come, and a token waits at most so many seconds for others of
-    # its stream; None: how much a message holds is certain.
-    company: float | None = None
+    # While many are served, messages hold whatever has come, and a token waits at most this many seconds for others of
+    # its stream; None: a message's size is fixed.
+    coalescing_delay: float | None = None
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What is sent back."""
-
     text: bool
     token_ids: bool
     logprobs: int | None
@@ -88,8 +78,6 @@ class Output(msgspec.Struct, frozen=True):
 
 
 class Stops(msgspec.Struct, frozen=True, kw_only=True):
-    """When an answer ends."""
-
     max_tokens: int | None
     min_tokens: int
     fitted: bool = False  # a max_tokens beyond the context is as many as it leaves, and not refused
@@ -99,15 +87,11 @@ class Stops(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Access(msgspec.Struct, frozen=True):
-    """What a request may do with a cache."""
-
     read: bool
     write: bool
 
 
 class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Which caches may answer or learn."""
-
     response: Access | None = None  # None: the server's own setting, as below
     semantic: Access | None = None
     bypass_prefix: bool = False
@@ -116,8 +100,6 @@ class CacheUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request, its prompt not yet tokenized."""
-
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
@@ -134,7 +116,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """Where a request comes from. Times are seconds on the clock of `time.monotonic`."""
+    """Sender of a request. Times are seconds on the clock of `time.monotonic`."""
 
     tenant: str
     arrived_at: float
@@ -144,8 +126,6 @@ class Origin(msgspec.Struct, frozen=True, eq=False):
 
 
 class PromptFacts(msgspec.Struct, frozen=True):
-    """What the caller learns of its request before the answer."""
-
     request_id: str
     model: str
     prompt_tokens: int
@@ -154,16 +134,12 @@ class PromptFacts(msgspec.Struct, frozen=True):
 
 
 class CacheSource(enum.Enum):
-    """Which cache an answer came from."""
-
     NONE = enum.auto()
     RESPONSE = enum.auto()
     SEMANTIC = enum.auto()
 
 
 class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What looking in the caches brought."""
-
     header: str  # as in PromptFacts.cache
     source: CacheSource = CacheSource.NONE
     lookup: float = 0.0  # seconds that it took
@@ -173,7 +149,7 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Why and how an answer ended, for its caller. Times are seconds."""
+    """Reason and figures of an answer's end, for its caller. Times are seconds."""
 
     reason: FinishReason
     sampling: SamplingParams

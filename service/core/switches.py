@@ -1,4 +1,4 @@
-"""The optimisations that can be turned on and off while requests are served."""
+"""Turns optimisations on and off while requests are served."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ _OURS = (RESPONSE_CACHE, SEMANTIC_CACHE)  # read through `on` by their users; al
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
-    """One optimisation: as it was asked for, and as it is."""
-
+class OptimizationSwitch:
     name: str
     requested: bool
     effective: bool
@@ -26,9 +24,7 @@ class Switch:
     why_not: str = ""  # why it does nothing here, be it on or off; or why it is not as requested
 
 
-class Switches:
-    """Every switch of this build."""
-
+class OptimizationSwitches:
     def __init__(
         self,
         options: OptimizationOptions,
@@ -41,21 +37,19 @@ class Switches:
         self._options = {one.name: one.metadata for one in sorted(fields(options), key=lambda one: one.name)}
         self._requested: dict[str, bool] = {name: getattr(options, name) for name in self._options}
 
-    def all(self) -> tuple[Switch, ...]:
-        """Sorted by name."""
+    def all(self) -> tuple[OptimizationSwitch, ...]:
         unused = self._reasons()
-        return tuple(self._told(name, unused) for name in self._options)
+        return tuple(self._switch(name, unused) for name in self._options)
 
     def on(self, name: str) -> bool:
-        """What was requested last."""
         return self._requested[name]
 
     @property
     def reverts(self) -> Mapping[str, int]:
-        """How often each was turned back, because steps failed with it."""
+        """Returns how often each was reverted because steps failed with it."""
         return {name: self._engine.reverts.get(name, 0) for name in self._options if name not in _OURS}
 
-    async def set(self, name: str, enabled: bool) -> Switch:
+    async def set(self, name: str, enabled: bool) -> OptimizationSwitch:
         """Returns once it has taken effect. Raises Unimplemented for an unknown name."""
         async with self._lock:
             if name not in self._options:
@@ -63,19 +57,21 @@ class Switches:
             if name not in _OURS:
                 await self._engine.set_optimization(name, enabled)
             self._requested[name] = enabled
-            return self._told(name, self._reasons())
+            return self._switch(name, self._reasons())
 
-    def _told(self, name: str, unused: Mapping[str, str]) -> Switch:
-        told = Switch(name, self._requested[name], self._requested[name], self._options[name]["description"])
+    def _switch(self, name: str, unused: Mapping[str, str]) -> OptimizationSwitch:
+        switch = OptimizationSwitch(
+            name, self._requested[name], self._requested[name], self._options[name]["description"]
+        )
         if (back := self._engine.reverted.get(name)) is not None:
-            return replace(told, effective=back.enabled, why_not=back.reason)
+            return replace(switch, effective=back.enabled, why_not=back.reason)
         reason, needed = unused.get(name, ""), self._options[name].get("needs")
-        if not reason and needed is not None and not self._told(needed, unused).effective:
+        if not reason and needed is not None and not self._switch(needed, unused).effective:
             reason = f"{needed} is off"
-        return replace(told, effective=told.requested and not reason, why_not=reason)
+        return replace(switch, effective=switch.requested and not reason, why_not=reason)
 
     def _reasons(self) -> Mapping[str, str]:
-        """Why switches do nothing, by name."""
+        """Returns why switches have no effect, by name."""
         info = self._engine.info
         if info is None:
             return dict.fromkeys(self._options, "the engine has not been ready yet")

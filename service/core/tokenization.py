@@ -1,4 +1,4 @@
-"""The use cases without an answer: a prompt's ids, and the text of ids. They pass admission like any request."""
+"""Implements Tokenize and Detokenize. They pass admission like any request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from service.core.request import ChatPrompt, Origin, TextPrompt
 
 
 class Tokenization:
-    """Tokenize and Detokenize. Raise as Admission.admit, ServedModel.tokenize and ServedModel.detokenize do."""
+    """Raises what Admission.admit, ServedModel.tokenize and ServedModel.detokenize raise."""
 
     def __init__(self, model: ServedModel, admission: Admission) -> None:
         self._model = model

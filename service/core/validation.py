@@ -11,18 +11,15 @@ _MAX_DURATION = 315_576_000_000  # seconds: ten thousand years, the most that pr
 
 
 def too_long(tokens: int, max_context: int) -> str:
-    """The violation of a prompt that leaves no room for an answer."""
+    """Returns the violation of a prompt that leaves no room for an answer."""
     return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 
 class Violations:
-    """The violations found so far."""
-
     def __init__(self) -> None:
         self._found: list[Violation] = []
 
     def add(self, field: str, description: str) -> None:
-        """One more."""
         self._found.append(Violation(field, description))
 
     def raise_any(self) -> None:
@@ -31,13 +28,12 @@ class Violations:
             raise InvalidRequest(tuple(self._found))
 
     def number(self, field: str, value: float, low: float, high: float | None, *, above: bool = False) -> None:
-        """`value` must lie from `low` (or above it, where `above`) to `high`. NaN lies nowhere."""
+        """Checks that `value` lies from `low` (or above it, where `above`) to `high`. NaN lies nowhere."""
         if not (value > low if above else value >= low) or (high is not None and not value <= high):
             start = f"above {low:g}" if above else f"at least {low:g}"
             self.add(field, f"must be {start}" + ("" if high is None else f" and at most {high:g}"))
 
     def token_ids(self, field: str, ids: Sequence[int], vocab_size: int) -> bool:
-        """Whether all of them are ids of the vocabulary."""
         if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
             return True
         wrong = [index for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]

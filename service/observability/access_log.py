@@ -1,7 +1,8 @@
-"""One line for each call that has ended: who asked for what, how it ended and how long it took. Never any text.
+"""Logs one line for each call that has ended: caller, request, outcome and times. Never any text.
 
-A line costs tens of microseconds on the event loop, and room on a disk. So what is refused, which costs its caller
-nothing, and what is served have a bound each; lines beyond it are left out and counted, and the next one says how many.
+A line costs tens of microseconds on the event loop, and room on a disk. So refused calls, which cost their caller
+nothing, and served calls have a bound each; lines beyond it are dropped and counted, and the next line reports how
+many.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ _log = logging.getLogger("access")
 
 
 class AccessLog:
-    """An observer."""
-
     def __init__(self, tenants: bool, clock: Callable[[], float] = time.monotonic) -> None:
         """`tenants`: whether lines name them."""
         self.left_out = 0  # lines so far
@@ -66,7 +65,7 @@ class _Words:
 
 
 class _Bound:
-    """So many a second, and as many at once."""
+    """Allows a number of lines a second, and as many at once."""
 
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
         self._rate = rate
@@ -75,7 +74,6 @@ class _Bound:
         self._at = clock()
 
     def take(self) -> bool:
-        """Whether one more may be."""
         now = self._clock()
         self._left = min(self._rate, self._left + (now - self._at) * self._rate)
         self._at = now
@@ -86,7 +84,7 @@ class _Bound:
 
 
 def _fields(record: RequestRecord) -> dict[str, object]:
-    """What is known. Times are milliseconds."""
+    """Returns the known fields. Times are milliseconds."""
     fields: dict[str, object] = {"method": record.method, "code": record.code}
     for name in ("reason", "request_id", "client_request_id", "trace_id"):
         if value := getattr(record, name):

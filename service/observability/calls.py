@@ -1,4 +1,4 @@
-"""Calls that have ended, counted; latencies and token counts of those that generated.
+"""Counts calls that have ended, and latencies and tokens of those that generated.
 
 Borders go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
 classic buckets: native histograms need the protobuf format, which prometheus_client does not write.
@@ -27,7 +27,7 @@ Rows = dict[tuple[str, ...], float | Histogram]
 
 
 class CallCounts:
-    """An observer. Rows are by label values, for the families of `metric_names`."""
+    """Observes calls. Rows are by label values, for the families of `metric_names`."""
 
     def __init__(self) -> None:
         self.between = Histogram(_BETWEEN)  # seconds from token to token, added to while answers are read
@@ -62,7 +62,6 @@ class CallCounts:
                 histogram.add(seconds)
 
     def ended(self, methods: Collection[str]) -> Counter[str]:
-        """Calls of these methods together, by code."""
         found: Counter[str] = Counter()
         for (method, code), count in self._requests.items():
             if method in methods:
@@ -70,7 +69,7 @@ class CallCounts:
         return found
 
     def seconds(self) -> Mapping[str, Histogram]:
-        """What callers waited for, wherever their answers came from."""
+        """Returns histograms of callers' waiting times, whatever the source of their answers."""
         return {
             "first_token": merged(self._first.values()),
             "between_tokens": self.between,
@@ -79,7 +78,6 @@ class CallCounts:
         }
 
     def families(self) -> Iterator[tuple[str, Rows]]:
-        """Name of the family, and its rows."""
         yield "requests", {key: count for key, count in self._requests.items()}
         yield "time_to_first_token_seconds", {(source,): one for source, one in self._first.items()}
         yield "e2e_request_latency_seconds", {(source,): one for source, one in self._whole.items()}
@@ -94,13 +92,14 @@ class CallCounts:
             yield name, {(): histogram}
 
     def of_tenants(self, named: Collection[str]) -> Iterator[tuple[str, Rows]]:
-        """As `families`, of these tenants alone."""
+        """Yields the families of these tenants alone."""
         for name, counts in (("tenant_requests", self._tenants), ("tenant_tokens", self._tokens)):
             yield name, {(tenant, what): count for (tenant, what), count in counts.items() if tenant in named}
 
 
 def _until_first(record: RequestRecord) -> float:
-    """Seconds to the first token. A unary answer is read in large parts, so that the engine knows better."""
+    """Returns the seconds to the first token. A unary answer is read in large parts, so that the engine's time is more
+    exact."""
     if not record.streamed and record.queue is not None and record.prefill is not None:
         return record.queue + record.prefill
     return (record.first_token_at or record.ended_at) - record.arrived_at

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 class Histogram:
-    """As Prometheus has it: a value falls into the first bucket whose border is not below it."""
+    """Counts as Prometheus does: a value falls into the first bucket whose border is not below it."""
 
     __slots__ = ("borders", "counts", "total")
 
@@ -18,17 +18,17 @@ class Histogram:
         self.total = 0.0  # sum of all values
 
     def add(self, value: float, times: int = 1) -> None:
-        """Of `times` measurements that are equal."""
+        """Counts `times` equal measurements."""
         self.counts[bisect_left(self.borders, value)] += times
         self.total += value * times
 
     def cumulative(self) -> Iterator[tuple[str, float]]:
-        """Upper border and how many values do not exceed it."""
+        """Yields each upper border and how many values do not exceed it."""
         return zip((*map(str, self.borders), "+Inf"), accumulate(self.counts), strict=True)
 
 
 def merged(histograms: Iterable[Histogram]) -> Histogram:
-    """The sum of at least one, all of the same borders."""
+    """Adds at least one histogram of equal borders."""
     first, *others = histograms
     found = Histogram(first.borders)
     for one in (first, *others):

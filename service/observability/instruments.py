@@ -1,4 +1,4 @@
-"""What watches the server while it serves, made once."""
+"""Makes the server's observers, once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from types import MappingProxyType
 from service.observability.access_log import AccessLog
 from service.observability.calls import CallCounts
 from service.observability.loop_lag import LoopLag
-from service.observability.progress import Progress
+from service.observability.progress import ProgressReporter
 from service.observability.recent import RecentErrors
 from service.observability.record import Observer, Observers, Sample
 
 
 class Instruments:
-    """Metrics and log are read off them."""
-
     def __init__(
         self,
         log_tenants: bool = False,
@@ -25,14 +23,14 @@ class Instruments:
         traces: Mapping[str, int] = MappingProxyType({}),
         sample: Sample | None = None,
     ) -> None:
-        """`others`: who is told of calls as well. `traces`: how many there were, by what became of them. `sample`:
-        which there are to be."""
+        """`others`: further observers of calls. `traces`: counts of traces by outcome. `sample`: decides which calls
+        are traced."""
         self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)
         self.recent = RecentErrors()
         self.lag = LoopLag()
-        self.progress = Progress()
+        self.progress = ProgressReporter()
         self.traces = traces
         self.reloads = Counter({"reloads": 0, "failures": 0})  # of the settings
         self.relays = Counter({"listening": 0, "deaths": 0})  # processes that speak gRPC beside the front

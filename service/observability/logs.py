@@ -1,9 +1,9 @@
-"""The log on stderr. Nothing that a caller sent reaches it.
+"""Writes the log on stderr. Nothing that a caller sent reaches it.
 
 Our own lines are written with that in mind. gRPC's are not: it logs metadata that is no UTF-8 as it came, the token
-included, with a traceback, as often as it comes; its core, in C++, writes a line for each connection that sends rubbish
-to a TLS port. So of libraries that see what callers send only the kind of event is logged, once in a while, with how
-many there were. The core is silenced in `service.transport`.
+included, with a traceback, each time; its core, in C++, writes a line for each connection that sends rubbish to a TLS
+port. So of libraries that see callers' bytes only the kind of event is logged, once in a while, with its count. The
+core is silenced in `service.transport`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def set_up(level: str, form: LogFormat, process: str = "front") -> None:
-    """Of the whole process; lines of JSON name it."""
+    """Configures logging of the whole process; lines of JSON name it."""
     logging.basicConfig(level=level.upper(), stream=sys.stderr, format=_FORMAT)
     for handler in logging.getLogger().handlers:
         handler.addFilter(Reticence())
@@ -33,7 +33,7 @@ def set_up(level: str, form: LogFormat, process: str = "front") -> None:
 
 
 def last_line(text: str) -> None:
-    """Why the server does not start, or cannot go on; also before it is known what lines look like."""
+    """Prints why the server does not start, or cannot go on, even before the log's format is known."""
     if any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
         logging.getLogger("whippet").critical("%s", text)
     else:
@@ -68,7 +68,7 @@ class Reticence:
 
 
 def _kind(record: logging.LogRecord) -> tuple[str, str]:
-    """What happened, and where, without what it says."""
+    """Returns the kind and place of an event, without its text."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         known = "ExecuteBatchError" in str(record.msg)
@@ -78,6 +78,6 @@ def _kind(record: logging.LogRecord) -> tuple[str, str]:
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """An error where none can be raised, as in a destructor."""
+    """Logs an error where none can be raised, as in a destructor."""
     info = None if what.exc_value is None else (what.exc_type, what.exc_value, what.exc_traceback)
     logging.getLogger("python").error("unraisable", exc_info=info)

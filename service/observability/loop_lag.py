@@ -1,4 +1,4 @@
-"""How late the front's event loop is: what every stream, probe and signal waits for."""
+"""Measures how late the front's event loop is, which delays every stream, probe and signal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ _BORDERS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class LoopLag:
-    """Measured ten times a second. A timer of uvloop counts whole milliseconds, so that the first bucket is noise."""
+    """Measures ten times a second. A timer of uvloop counts whole milliseconds, so that the first bucket is noise."""
 
     def __init__(self) -> None:
         self.seconds = Histogram(_BORDERS)
 
     async def run(self) -> None:
-        """For ever."""
         while True:
             begun = time.monotonic()
             await asyncio.sleep(_INTERVAL)

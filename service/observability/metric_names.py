@@ -1,4 +1,4 @@
-"""Names of metrics: every family with its one sentence, and every event that is counted with its family.
+"""Names every metric family with its help, and every counted event with its family.
 
 Labels are names of methods, rules and states, never a caller's text.
 """
@@ -14,8 +14,6 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The family that an event is counted in, and with which labels."""
-
     family: str
     label: str = ""  # name of the event's own label; empty where it has none
     fixed: Labels = ()
@@ -23,9 +21,7 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Metrics with one name."""
-
+class MetricFamily:
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     help: str
@@ -67,19 +63,19 @@ EVENTS: Mapping[str, Counted] = {
 TIMES: Mapping[str, str] = {"response_lookup": "response", "semantic_lookup": "semantic", "block_fetch": "prefix"}
 
 
-def _counter(help: str, *labels: str) -> Family:
-    return Family("counter", labels, help)
+def _counter(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("counter", labels, help)
 
 
-def _gauge(help: str, *labels: str) -> Family:
-    return Family("gauge", labels, help)
+def _gauge(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("gauge", labels, help)
 
 
-def _histogram(help: str, *labels: str) -> Family:
-    return Family("histogram", labels, help)
+def _histogram(help: str, *labels: str) -> MetricFamily:
+    return MetricFamily("histogram", labels, help)
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, MetricFamily] = {
     # What runs
     "build_info": _gauge("The version that runs.", "version"),
     "model_info": _gauge(
@@ -91,12 +87,12 @@ FAMILIES: Mapping[str, Family] = {
     "optimization_reverts": _counter("Times that a switch was turned back, since steps failed after it.", "name"),
     "engine_state": _gauge("1 for the state that the engine is in.", "state"),
     "engine_restarts": _counter("Times that the engine was started again."),
-    "engine_deaths": _counter("Times that the engine process came to an end that nobody wished.", "reason"),
+    "engine_deaths": _counter("Unintended ends of the engine process.", "reason"),
     "requests_quarantined": _counter("Requests that ended the engine process twice, and are not run any more."),
     "engine_load_progress": _gauge("How far each phase of loading is, from 0 to 1.", "phase"),
     "event_loop_lag_seconds": _histogram("How late the front's event loop was, ten times a second."),
     "relays": _gauge("Processes beside the front that speak gRPC."),
-    "relay_deaths": _counter("Times that one of them came to an end that nobody wished."),
+    "relay_deaths": _counter("Unintended ends of relays."),
     "tls_certificate_expiry_timestamp_seconds": _gauge("When a file's first certificate expires; Unix time.", "file"),
     "identity_reload_failures": _counter("Times that tokens or certificates were read again in vain.", "file"),
     # Requests

@@ -11,7 +11,7 @@ from cache.api import BORDERS, Mode
 from engine.api import Engine, EngineLoad, EngineState
 from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.observability.calls import Rows
 from service.observability.histogram import Histogram
 from service.observability.instruments import Instruments
@@ -41,7 +41,7 @@ class Metrics:
         engine: Engine,
         admission: Admission,
         caches: AnswerCaches,
-        switches: Switches,
+        switches: OptimizationSwitches,
         model_name: str,
         instruments: Instruments,
         identity: Identity,
@@ -56,7 +56,6 @@ class Metrics:
         self._version = version()  # read from a file
 
     def families(self) -> list[Metric]:
-        """All families, as of now."""
         load = self._engine.load
         return [
             *self._process(),
@@ -106,7 +105,6 @@ class Metrics:
         yield _by("traces", self._instruments.traces)
 
     def _tenants(self) -> Iterator[Metric]:
-        """Those that the operator wants named."""
         uses = self._admission.uses
         yield _by("tenant_requests_live", {use.tenant: use.live for use in uses})
         yield _by("tenant_tokens_left", {use.tenant: use.tokens_left for use in uses if use.tokens_left is not None})
@@ -134,7 +132,6 @@ class Metrics:
         yield from rows.families()
 
     def _outcomes(self, rows: _Rows, counts: Counts) -> None:
-        """The semantic cache's lookups as hits and misses."""
         if self._caches.semantic_mode is Mode.OFF:
             return
         served = "hit" if self._caches.semantic_mode is Mode.ON else "shadow"
@@ -157,7 +154,7 @@ class Metrics:
         yield _by("cache_bytes", self._caches.held())
 
 
-def _optimizations(switches: Switches) -> Iterator[Metric]:
+def _optimizations(switches: OptimizationSwitches) -> Iterator[Metric]:
     every = switches.all()
     yield _by("optimization_enabled", {switch.name: int(switch.effective) for switch in every})
     yield _by("optimization_requested", {switch.name: int(switch.requested) for switch in every})
@@ -165,8 +162,6 @@ def _optimizations(switches: Switches) -> Iterator[Metric]:
 
 
 class _Rows:
-    """Counts by family and labels."""
-
     def __init__(self) -> None:
         self._rows: dict[str, dict[tuple[str, ...], float]] = {}
 
@@ -178,7 +173,7 @@ class _Rows:
         row[key] = row.get(key, 0) + count
 
     def families(self) -> Iterator[Metric]:
-        """Those with at least one row."""
+        """Yields families with at least one row."""
         for name, row in self._rows.items():
             yield _family(name, dict(sorted(row.items())))
 
@@ -200,17 +195,15 @@ def _engine(load: EngineLoad) -> Iterator[Metric]:
 
 
 def _one(name: str, value: float | Histogram) -> Metric:
-    """Of a family without labels."""
     return _family(name, {(): value})
 
 
 def _by(name: str, values: Mapping[str, float] | Mapping[str, Histogram]) -> Metric:
-    """Of a family with one label."""
     return _family(name, {(label,): value for label, value in values.items()})
 
 
 def _family(name: str, rows: Rows) -> Metric:
-    """Rows by label values, in the order of the family's labels."""
+    """Makes a family of rows by label values, in the order of the family's labels."""
     family = FAMILIES[name]
     metric: Any = _KINDS[family.kind](f"whippet_{name}", family.help, labels=family.labels)
     for labels, row in rows.items():
@@ -218,5 +211,5 @@ def _family(name: str, rows: Rows) -> Metric:
             metric.add_metric(labels, list(row.cumulative()), row.total)
         else:
             metric.add_metric(labels, row)
-    shown: Metric = metric
-    return shown
+    typed: Metric = metric
+    return typed

@@ -1,4 +1,4 @@
-"""How far loading is, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Prints the progress of loading on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNSEEN = {"imports"}  # phases that say nothing to a reader
 _log = logging.getLogger(__name__)
 
 
-class Progress:
+class ProgressReporter:
     """Takes reports of one phase after another; the last report of each has done == total."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,7 +28,7 @@ class Progress:
         self._long = False  # this phase has a line in the log
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """`done` of `total` bytes or pieces of a phase."""
+        """Reports `done` of `total` bytes or pieces of a phase."""
         share = done / total if total else 1.0
         if share < self.phases.get(phase, 0.0):
             self.phases.clear()  # another load
@@ -41,7 +41,7 @@ class Progress:
             self._write(phase, done, total)
 
     def _write(self, phase: str, done: int, total: int) -> None:
-        """A line a second for a phase that takes longer than that, and one at its end."""
+        """Writes a line a second for a phase that takes longer than that, and one at its end."""
         now = self._clock()
         if self._phase != phase:
             self._phase, self._logged_at, self._long = phase, now, False

@@ -1,4 +1,4 @@
-"""The last calls that failed, for whoever looks at the server. Never any text of a prompt or an answer."""
+"""Keeps the last failed calls for the console. Never any text of a prompt or an answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is known of one call when it has ended, and who is told.
+"""Collects the facts of one call and passes them to observers when it has ended.
 
-A builder belongs to the call from its first moment: transport and use cases write into it what they learn. When the
-call has ended, well or not, it becomes one `RequestRecord`, which metrics, log and traces are made of. No text of a
-prompt or an answer is in it, and of what a caller sent only identifiers, held to a shape.
+A builder belongs to the call from its first moment: transport and use cases write into it. When the call has ended,
+well or not, it becomes one `RequestRecord`, of which metrics, log and traces are made. It has no text of a prompt or an
+answer, and only checked identifiers of what a caller sent.
 
 This module stands below the rooms that fill it in, and imports none of them.
 """
@@ -28,7 +28,8 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 class RequestRecord(NamedTuple):
-    """One call of any RPC. `_at` are seconds on the clock of `time.monotonic`, None where it did not come so far."""
+    """One call of any RPC. `_at` are seconds on the clock of `time.monotonic`, None for phases that were not
+    reached."""
 
     method: str  # `whippet.v1.GenerationService/Generate`, or UNKNOWN_METHOD
     code: str  # of gRPC: `OK`, `CANCELLED`, …
@@ -79,8 +80,8 @@ Observer = Callable[[RequestRecord], None]
 
 
 class RecordBuilder:
-    """The record of a call that has not ended: the same fields. Those that nobody writes are the class's, which costs a
-    call less."""
+    """Record of a call that has not ended, with the same fields. Unset ones are the class's, which costs a call
+    less."""
 
     code = reason = request_id = tenant = operation = ""
     client_request_id = traceparent = trace_id = span_id = ""
@@ -116,18 +117,17 @@ class RecordBuilder:
                 self.traceparent, self.trace_id = value, value[3:35]
 
     def span(self) -> tuple[str, str]:
-        """Ids of trace and span, for whoever refers to this call; made where there are none."""
+        """Ids of trace and span for references to this call, made where there are none."""
         self.trace_id = self.trace_id or f"{random.getrandbits(128) or 1:032x}"
         self.span_id = self.span_id or f"{random.getrandbits(64) or 1:016x}"
         return self.trace_id, self.span_id
 
     def follows(self, leader: RecordBuilder) -> None:
-        """Another call's generation is read."""
+        """Takes the facts of the call whose generation is read."""
         self.leader_request_id = leader.request_id
         self.leader_trace_id, self.leader_span_id = leader.span()
 
     def build(self) -> RequestRecord:
-        """As of now."""
         return RequestRecord._make(_values(self))
 
 
@@ -135,25 +135,22 @@ Sample = Callable[[RecordBuilder], bool]  # whether a call that is ending is tra
 
 
 class Observers:
-    """Those who are told of every call that has ended."""
-
     def __init__(
         self,
         observers: Sequence[Observer] = (),
         intervals: Histogram | None = None,
         sample: Sample | None = None,
     ) -> None:
-        """`intervals`: where seconds between tokens are counted, as they come. `sample`: whether a call is traced."""
+        """`intervals` counts seconds between tokens as they arrive. `sample`: whether a call is traced."""
         self._observers = observers
         self._intervals = intervals
         self._sample = sample
 
     def begin(self, method: str, metadata: Metadata) -> RecordBuilder:
-        """A call has come."""
         return RecordBuilder(method, metadata, time.monotonic(), self._intervals)
 
     def end(self, builder: RecordBuilder, code: str) -> None:
-        """It has ended, with this code unless another one is written down already. To be called once."""
+        """Ends a call, with this code unless another one is set already. Called once."""
         builder.code = builder.code or code
         builder.ended_at = time.monotonic()
         if self._sample is not None and self._sample(builder):

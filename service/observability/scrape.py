@@ -1,5 +1,5 @@
-"""The metrics port: plain HTTP that answers GET /metrics, with bounds on what its clients can cost. All other paths are
-answered by the site that the port is given, such as the console; with certificates, over TLS as well.
+"""Serves the metrics port: plain HTTP that answers GET /metrics, with bounds on its clients' cost. All other paths are
+answered by the port's site, such as the console; with certificates, over TLS as well.
 
 Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread, which
 nothing else uses.
@@ -20,7 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from service.transport.port.http1 import MAX_HEAD, Exchange, Refused, Request, Site, parse_head, response
+from service.transport.port.http1 import MAX_HEAD, Exchange, RequestHead, RequestRefused, Site, parse_head, response
 from service.transport.port.surplus import Host, first_to_go
 from service.transport.ports import cannot_listen
 from service.transport.process.descriptors import SIDE_PORT
@@ -52,7 +52,6 @@ class _Client:
         return None if self in self._streams else self.accepted
 
     def take(self) -> bool:
-        """See Hold.take."""
         if len(self._streams) >= _MAX_STREAMS:
             return False
         self._streams.add(self)
@@ -60,7 +59,6 @@ class _Client:
         return True
 
     def end(self) -> None:
-        """See Hold.end."""
         self._streams.discard(self)
         self.wait(asyncio.get_running_loop().time() + _TIMEOUT)
 
@@ -71,14 +69,13 @@ class _Client:
             self.wait(now + 4 * _TIMEOUT)
 
     def wait(self, until: float | None) -> None:
-        """Bounds what follows on the connection."""
         if self.limit is not None:
             self.limit.reschedule(until)
 
 
 class _Streams(asyncio.StreamReaderProtocol):
-    """Lets a request that a page repeats be answered without waking the connection's task: pages poll, and waking it
-    costs several times what the response does."""
+    """Answers a request that a page repeats without waking the connection's task: pages poll, and waking it costs
+    several times what the response does."""
 
     head = b""  # of that request
     repeat: Callable[[], bool] | None = None  # whether it was answered
@@ -101,7 +98,7 @@ class MetricsPort:
         site: Site | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """`site` answers what is not PATH. `tls`: the context for a new connection that begins with TLS."""
+        """`site` answers paths other than PATH. `tls`: the context for a new connection that begins with TLS."""
         self._families = families
         self._site = site
         self._tls = tls
@@ -115,12 +112,10 @@ class MetricsPort:
         self.address = f"{address.rpartition(':')[0]}:{self._socket.getsockname()[1]}"
 
     async def start(self) -> None:
-        """Accepts connections from now on."""
         self._socket.setblocking(False)
         self._accepting = asyncio.create_task(self._accept_all(), name="metrics port")
 
     async def stop(self) -> None:
-        """Cuts off scrapes that are under way."""
         self._encoder.shutdown(wait=False)
         if self._accepting is not None:
             self._accepting.cancel()
@@ -176,7 +171,7 @@ class MetricsPort:
                     head = await _head(reader)
                 writer.close()
                 await writer.wait_closed()
-        except Refused as refusal:
+        except RequestRefused as refusal:
             if writer is not None:
                 writer.write(refusal.response())
                 writer.close()
@@ -191,7 +186,6 @@ class MetricsPort:
     async def _answered(
         self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, client: _Client
     ) -> bool:
-        """Whether another request may come on the connection."""
         self._silent.pop(client.task, None)
         now = asyncio.get_running_loop().time()
         client.go_on(now)
@@ -207,19 +201,19 @@ class MetricsPort:
             protocol.head, protocol.repeat = head, partial(_repeat, exchange, client)
         return exchange.keeps
 
-    async def _answer(self, request: Request, exchange: Exchange) -> None:
+    async def _answer(self, request: RequestHead, exchange: Exchange) -> None:
         if request.path != PATH:
             if self._site is None:
-                raise Refused(404, "there is /metrics")
+                raise RequestRefused(404, "there is /metrics")
             await self._site.answer(exchange)
             return
         if request.method not in ("GET", "HEAD"):
-            raise Refused(405, "GET it")
+            raise RequestRefused(405, "GET it")
         try:
             kind, body = await self._page(request.headers.get("accept", ""))
         except Exception as error:
             _log.error("the metrics could not be read: %s", type(error).__name__)
-            raise Refused(500, "see the log") from None
+            raise RequestRefused(500, "see the log") from None
         exchange.writer.write(response(200, kind, body, bodiless=request.method == "HEAD"))
 
     async def _page(self, accept: str) -> tuple[str, bytes]:
@@ -233,7 +227,7 @@ class MetricsPort:
 
 
 def _repeat(exchange: Exchange, client: _Client) -> bool:
-    """Whether the response was sent once more. A client that is slow to read has to wait for the task."""
+    """Whether the response was sent once more. A client that reads slowly waits for the task."""
     if exchange.again is None or exchange.writer.transport.get_write_buffer_size():
         return False
     found = exchange.again()
@@ -260,7 +254,7 @@ async def _opened(
 
 
 async def _first_byte(accepted: socket.socket) -> bytes:
-    """The first byte that comes, which stays to be read; empty where the client has gone."""
+    """Returns the first byte that arrives, which stays to be read; empty where the client has gone."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(accepted, came.set)
     try:
@@ -274,7 +268,7 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
-        raise Refused(431, "too long") from None
+        raise RequestRefused(431, "too long") from None
 
 
 class _Snapshot(Collector):

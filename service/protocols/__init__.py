@@ -1,1 +1,1 @@
-"""One folder a protocol: parse, render, servicer. `seam` is what each is given and gives back."""
+"""Contains one folder per protocol: parse, render, servicer. `seam` declares what each receives and provides."""

@@ -1,5 +1,5 @@
-"""What is the same for every protocol around a call's body. From bytes to a request: their shape is looked at, they
-become a message, and the protocol reads it. On the way back: headers, and an answer in one message."""
+"""Shares what every protocol does around a call's body. Bytes are checked in shape, parsed to a message, and read by
+the protocol. On the way back: headers, and an answer in one message."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode(kind: type[_Message], data: bytes) -> _Message:
 def unary(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[Message]]
 ) -> UnaryBody:
-    """The body over bytes. `read` makes its request out of the message."""
+    """Wraps a body over bytes. `read` makes the request of the message."""
 
     async def answer(call: Call) -> bytes:
         return (await body(await _received(kind, read, call), call)).SerializeToString()
@@ -42,7 +42,7 @@ def unary(
 def streamed(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[None]]
 ) -> StreamBody:
-    """The body over bytes; it writes its responses to the call's context."""
+    """Wraps a body over bytes; it writes its responses to the call's context."""
 
     async def answer(call: Call) -> None:
         await body(await _received(kind, read, call), call)
@@ -51,19 +51,19 @@ def streamed(
 
 
 def as_it_is(message: _Message) -> _Message:
-    """A message that is small enough to be the request itself."""
+    """Returns a message that is small enough to be the request itself."""
     return message
 
 
 async def _received(kind: type[_Message], read: Callable[[_Message], _Request], call: Call) -> _Request:
-    """The request. Neither bytes nor message outlive this call, so that what they hold beside it costs nothing."""
+    """Reads the request. Neither bytes nor message outlive this call, so that their remainder costs no memory."""
     data = await call.message()
     check_shape(kind, data)
     return read(decode(kind, data))
 
 
 async def send_headers(context: Context, prompt: PromptFacts) -> None:
-    """What is known before an answer: they leave with its first part."""
+    """Sends what is known before an answer, with its first part."""
     await context.send_initial_metadata((("x-request-id", prompt.request_id), ("x-cache", prompt.cache)))
 
 
@@ -77,7 +77,7 @@ class WholeOutlet(Generic[_Response]):
 
     @property
     def response(self) -> _Response:
-        """Once the answers are there."""
+        """Returns the response once the answers have ended."""
         return self._render(self._messages)
 
     async def begin(self, prompt: PromptFacts) -> None:

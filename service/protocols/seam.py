@@ -1,4 +1,4 @@
-"""What a protocol is given and what it gives back.
+"""Declares what a protocol receives and provides.
 
 A protocol is a folder beside this file and one line in `service.assembly.protocols`.
 """
@@ -18,7 +18,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.operations.draining import Drain
 from service.core.operations.profiling import Profiler
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text.archive import TokenizerArchive
 from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
@@ -31,7 +31,7 @@ from service.transport.call.writer import StallWatch
 
 @dataclass(frozen=True, slots=True)
 class UseCases:
-    """What can be asked of this server, as plain data in and out."""
+    """Use cases of this server, plain data in and out."""
 
     engine: Engine
     model: ServedModel
@@ -41,7 +41,7 @@ class UseCases:
     tokenizer_files: TokenizerArchive
     admission: Admission
     drain: Drain
-    switches: Switches
+    switches: OptimizationSwitches
     caches: AnswerCaches
     flusher: Flusher
     profiler: Profiler
@@ -52,7 +52,7 @@ class UseCases:
 
     @property
     def objection(self) -> str:
-        """Why callers are to go elsewhere; empty where they may come."""
+        """Returns why callers should go elsewhere; empty where they may call."""
         if self.drain.begun:
             return "the server is draining"
         return "" if self.engine.state is EngineState.READY else str(self.engine.unavailable())
@@ -60,7 +60,7 @@ class UseCases:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The gRPC services of one port, and the full names that reflection lists."""
+    """gRPC services of one port, and the full names that reflection lists."""
 
     handlers: tuple[grpc.GenericRpcHandler[bytes, bytes], ...]
     names: tuple[str, ...]
@@ -68,8 +68,6 @@ class Services:
 
 
 class WireProtocol(Protocol):
-    """One way to call this server."""
-
     @property
     def counted(self) -> frozenset[str]:
         """Methods of the data port whose calls are load: not those that probe or look."""
@@ -77,7 +75,7 @@ class WireProtocol(Protocol):
     def data_services(
         self, cases: UseCases, guard: Guard, inbox: Inbox, watch: StallWatch, observers: Observers
     ) -> Services:
-        """For the port that is open to callers."""
+        pass
 
     def admin_services(self, cases: UseCases, guard: Guard, inbox: Inbox, observers: Observers) -> Services:
-        """For the operators' port."""
+        pass

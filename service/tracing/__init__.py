@@ -1,1 +1,1 @@
-"""OpenTelemetry traces: calls that have ended, as spans, to a collector. Imported only where they are on."""
+"""Exports ended calls as OpenTelemetry spans to a collector. Imported only where traces are on."""

@@ -24,7 +24,7 @@ from service.tracing.spans import Value, attributes, sampled, spans_of
 MOST_WAITING = 2048  # calls, of some 2 KiB each; beyond it the oldest go
 _BATCH = 64  # calls in one message
 _AT_ONCE = 4  # calls that are made into spans in one turn of the event loop: half a millisecond
-_INTERVAL = 0.1  # seconds between two batches: so many calls a second, whatever callers ask to be traced
+_INTERVAL = 0.1  # seconds between two batches: bounds the calls a second, whatever callers ask to be traced
 _TIMEOUT = 10.0  # seconds for the collector to take one
 _ATTEMPTS = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts, doubling
@@ -44,13 +44,13 @@ _log = logging.getLogger(__name__)
 
 
 class TraceExporter:
-    """An observer of calls. `counts`: those that were sampled, by `exported` or why they were dropped."""
+    """Observes calls. `counts`: sampled calls, by `exported` or why they were dropped."""
 
     def __init__(
         self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value], roots: bytes | None = None
     ) -> None:
-        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. To be
-        made inside the event loop."""
+        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. Made
+        inside the event loop."""
         self.counts = Counter(dict.fromkeys(("exported", "queue", "failed", "refused", "shutdown"), 0))
         self._ratio = ratio
         self._model = model
@@ -68,11 +68,9 @@ class TraceExporter:
         self._task = asyncio.create_task(self._run(), name="traces")
 
     def sample(self, call: RecordBuilder) -> bool:
-        """Whether a call that is ending is traced."""
         return not call.method.startswith(_NOT_TRACED) and sampled(call.traceparent, call.trace_id, self._ratio)
 
     def __call__(self, record: RequestRecord) -> None:
-        """A call has ended."""
         if not record.traced:
             return
         if len(self._waiting) >= MOST_WAITING:
@@ -103,7 +101,6 @@ class TraceExporter:
                 await self._deliver(batch)
 
     async def _deliver(self, batch: list[RequestRecord]) -> None:
-        """The batch is exported, or dropped."""
         outcome = "shutdown"
         try:
             outcome = await self._attempts(await self._message(batch))
@@ -122,14 +119,14 @@ class TraceExporter:
             try:
                 response = await self._send(message, timeout=_TIMEOUT)
             except grpc.aio.AioRpcError as error:
-                self._told(error.code().name)
+                self._report(error.code().name)
                 if error.code() not in _PASSING:
                     return "refused"
                 if self._closing.is_set():
                     return "shutdown"
                 continue
             refused = response.partial_success.rejected_spans > 0
-            self._told("some spans are refused" if refused else "")
+            self._report("some spans are refused" if refused else "")
             return "refused" if refused else "exported"
         return "failed"
 
@@ -145,15 +142,15 @@ class TraceExporter:
         return message
 
     async def _pause(self, seconds: float) -> None:
-        """Shorter where the end comes."""
+        """Sleeps, but ends early at shutdown."""
         try:
             async with asyncio.timeout(seconds):
                 await self._closing.wait()
         except TimeoutError:
             pass
 
-    def _told(self, trouble: str) -> None:
-        """One line when it begins, and one when it is over."""
+    def _report(self, trouble: str) -> None:
+        """Logs one line when trouble begins, and one when it is over."""
         if trouble and not self._failing:
             _log.warning("traces: %s does not take them: %s", self._address, trouble)
         elif not trouble and self._failing:

@@ -1,4 +1,4 @@
-"""The record of a call as spans of OpenTelemetry: one of the call, and below it one for each thing that it waited for.
+"""Converts the record of a call to OpenTelemetry spans: one of the call, and below it one for each phase.
 
 Names of attributes are those of the semantic conventions for RPC and generative AI, and `whippet.…` where they have
 none. No text of a prompt or an answer, and no tenant.
@@ -23,7 +23,8 @@ _ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAIL
 
 
 def sampled(traceparent: str, trace_id: str, ratio: float) -> bool:
-    """As the caller decided, else so many of all, by the trace's id if it has one: then every server decides alike."""
+    """Follows the caller's decision, else samples `ratio` of all, by the trace's id if it has one, so that every server
+    decides alike."""
     if traceparent:
         return bool(int(traceparent[-2:], 16) & 1)
     if trace_id:
@@ -32,7 +33,7 @@ def sampled(traceparent: str, trace_id: str, ratio: float) -> bool:
 
 
 def spans_of(record: RequestRecord, model: str) -> list[Span]:
-    """Of a record that has ids. The call's own span comes first."""
+    """Returns the spans of a record that has ids. The call's own span comes first."""
     trace_id = bytes.fromhex(record.trace_id)
     call = Span(
         trace_id=trace_id,
@@ -74,7 +75,7 @@ def spans_of(record: RequestRecord, model: str) -> list[Span]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """What the call did after another, as far as it came; the last one lasts until its end. Seconds, monotonic."""
+    """Yields the phases that the call reached; the last one lasts until its end. Seconds, monotonic."""
     begun: list[tuple[str, float]] = [("receive message", record.arrived_at)]
     if record.admitted_at is not None:
         begun.append(("tokenize", record.admitted_at))
@@ -99,14 +100,15 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _first_token(record: RequestRecord) -> float | None:
-    """A unary answer is read in large parts, so that the engine knows better."""
+    """Returns the time of the first token. A unary answer is read in large parts, so that the engine's time is more
+    exact."""
     if record.streamed or record.queue is None or record.prefill is None:
         return record.first_token_at
     return min(record.ended_at, record.arrived_at + record.queue + record.prefill)
 
 
 def _source(record: RequestRecord) -> str:
-    """What it waits for once the caches were asked."""
+    """Returns the name of the phase that follows the caches' lookup."""
     if record.submitted_at is not None:
         return "queue"
     if record.role == "follower":
@@ -133,7 +135,7 @@ def _rpc(record: RequestRecord) -> dict[str, Value]:
 
 
 def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
-    """Of a call that generates, as far as it came."""
+    """Returns attributes of a generating call, as far as it came."""
     if not record.operation:
         return {}
     found: dict[str, Value] = {
@@ -157,7 +159,6 @@ def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
 
 
 def attributes(values: Mapping[str, Value]) -> Iterator[KeyValue]:
-    """As messages."""
     for key, value in values.items():
         yield KeyValue(key=key, value=_any(value))
 

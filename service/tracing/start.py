@@ -34,12 +34,12 @@ class Traces:
 
 
 def start(options: TraceOptions, model: str) -> Traces:
-    """To be called inside the event loop. Raises BadSettings."""
+    """Called inside the event loop. Raises BadSettings."""
     if options.endpoint is None:
         return Traces(None)
     if find_spec("opentelemetry") is None or find_spec("opentelemetry.proto") is None:
         raise BadSettings(f"traces.endpoint: needs opentelemetry-proto: {_EXTRA}")
-    from service.tracing.exporter import TraceExporter  # protobuf's classes for OTLP, which nobody else needs
+    from service.tracing.exporter import TraceExporter  # protobuf's classes for OTLP, which only traces need
 
     resource = {
         "service.name": "whippet",

@@ -1,1 +1,1 @@
-"""What stands around every call: ports, who calls, its message, status, health."""
+"""Surrounds every call with ports, identity, message bounds, statuses and health."""

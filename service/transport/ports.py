@@ -1,4 +1,4 @@
-"""A port: bound, with its credentials, for this process alone or for several."""
+"""Opens a port with its credentials, for this process alone or for several."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ SIDE_BOUNDS = PortBounds(SIDE_PORT, 64, SMALL.message_bytes)  # of a port that i
 
 
 class Server(Stoppable, Protocol):
-    """What listens. As grpc.aio.Server."""
+    """Interface of a grpc.aio.Server."""
 
     async def start(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A server and where it listens."""
-
     server: Server
-    address: str  # with the real port where the setting said 0
+    address: str  # with the real port where the setting was 0
     gate: Gate
 
     @property
@@ -46,11 +44,9 @@ class Port:
         return int(self.address.rpartition(":")[2])
 
     def leave(self) -> asyncio.Task[None]:
-        """See Gate.leave."""
         return self.gate.leave(self.server)
 
     async def close(self, grace: float) -> None:
-        """See Gate.close."""
         await self.gate.close(self.server, grace)
 
 
@@ -61,7 +57,7 @@ def open_port(
     credentials: grpc.ServerCredentials | None,
     bounds: PortBounds,
 ) -> Port:
-    """A server that is bound and not yet started. Raises PortTaken, or BadSettings, which names `setting`."""
+    """Returns a server that is bound and not yet started. Raises PortTaken, or BadSettings, which names `setting`."""
     gate = Gate(handlers)
     server = grpc.aio.server(options=options(bounds, shared=False))
     server.add_generic_rpc_handlers((gate,))
@@ -80,7 +76,7 @@ def open_shared_port(
     relays: RelayOptions,
     counts: RelayCounts,
 ) -> Port:
-    """As open_port, with so many relays that listen; the last of the handlers must know every method."""
+    """Opens a port on which relays listen; the last of the handlers must know every method."""
     reserved, port = _reserve(setting, address)
     gate = Gate(handlers)
     address = _with_port(address, port)
@@ -139,7 +135,7 @@ def _resolved(setting: str, address: str) -> list[tuple[socket.AddressFamily, An
 
 
 def cannot_listen(setting: str, address: str) -> PortTaken | BadSettings:
-    """Why: gRPC does not say, so it is tried again by hand."""
+    """Returns why a bind failed: gRPC does not report it, so it is tried again with a socket."""
     try:
         for family, where in _resolved(setting, address):
             try:

@@ -55,7 +55,7 @@ def test_a_result_is_kept_and_printed(
 def test_a_missing_package_and_a_missing_part(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(PARTS, "steps", command.Part("no_such_module_here:command", ""))
+    monkeypatch.setitem(PARTS, "steps", command.BenchPart("no_such_module_here:command", ""))
     assert main(["steps"]) == 1
     assert "no_such_module_here is missing" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -112,7 +112,7 @@ def test_a_file_without_rounds_and_one_of_something_else(tmp_path: Path, capsys:
     assert main(["compare", one, one]) == NONSENSE
     (tmp_path / "other.json").write_text("[]")
     assert main(["compare", str(tmp_path / "other.json"), one]) == NONSENSE
-    assert "says nothing of noise" in capsys.readouterr().err
+    assert "cannot show noise" in capsys.readouterr().err
 
 
 def test_without_a_checkout_there_are_no_commits(

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bench import decode, own_server
-from bench.pace import Answer, figures, first_tokens, quantile
+from bench.pace import PacedAnswer, figures, first_tokens, quantile
 from engine.api import GREEDY, SamplingParams
 from service.core.text import Tokenizer
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -112,7 +112,10 @@ def test_a_folder_without_a_tokenizer_gets_one_of_its_size(tmp_path: Path) -> No
 
 
 def test_figures_by_hand() -> None:
-    answers = [Answer(0.0, [(1.0, 1), (2.0, 4), (2.5, 1)], cpu=3.0), Answer(5.0, [(5.5, 1), (8.5, 5)], cpu=1.5)]
+    answers = [
+        PacedAnswer(0.0, [(1.0, 1), (2.0, 4), (2.5, 1)], cpu=3.0),
+        PacedAnswer(5.0, [(5.5, 1), (8.5, 5)], cpu=1.5),
+    ]
     assert [one.tokens for one in answers] == [6, 6]
     assert [one.first for one in answers] == [1.0, 0.5]
     assert answers[0].gaps() == [0.25, 0.25, 0.25, 0.25, 0.5]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bench.front import Turn, by_median, summary
+from bench.front import FrontTurn, by_median, summary
 
 
 def test_above_one_this_tree_is_the_better() -> None:
     slow, fast = (
-        Turn(token=20.0, message=40.0, rate=100.0, size=2.0),
-        Turn(token=10.0, message=20.0, rate=300.0, size=2.0),
+        FrontTurn(token=20.0, message=40.0, rate=100.0, size=2.0),
+        FrontTurn(token=10.0, message=20.0, rate=300.0, size=2.0),
     )
     found = summary([(slow, fast)] * 3)
     assert (found["token"], found["message"], found["rate"]) == (2.0, 2.0, 3.0)

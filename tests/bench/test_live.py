@@ -17,13 +17,13 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-draft"
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[own_server.Server]:
+def running() -> Iterator[own_server.RunningServer]:
     with own_server.server([f"--model={DEMO}", "--device=cpu", "--scheduler.threads=1"]) as server:
         yield server
 
 
 def test_rollback_turns_a_switch_off_and_shows_how_it_is_turned_on_again(
-    running: own_server.Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    running: own_server.RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["response_cache", f"--target={running.address}", f"--admin={running.admin}", "--answers=2", "--tokens=8"]
     assert live.rollback([*words, f"--output={tmp_path / 'off'}"]) == 0
@@ -39,7 +39,7 @@ def test_rollback_turns_a_switch_off_and_shows_how_it_is_turned_on_again(
     asked.close()
 
 
-def test_a_switch_that_there_is_not(running: own_server.Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_switch_that_there_is_not(running: own_server.RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     where = [f"--target={running.address}", f"--admin={running.admin}"]
     assert live.rollback(["list", *where]) == 0
     assert "prefix_cache" in capsys.readouterr().out
@@ -51,7 +51,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "UNAVAILABLE" in capsys.readouterr().err
 
 
-def test_drafts_with_and_without(running: own_server.Server) -> None:
+def test_drafts_with_and_without(running: own_server.RunningServer) -> None:
     result = live.speculation([f"--target={running.address}", "--rounds=2", "--tokens=12"])
     for one in result.figures["sets"].values():
         assert one["same"]
@@ -59,7 +59,7 @@ def test_drafts_with_and_without(running: own_server.Server) -> None:
     assert result.settings["model"] == "demo-draft"
 
 
-def test_caches(running: own_server.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caches(running: own_server.RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "semantic", lambda: {"missing": "not asked here"})
     result = live.cache([f"--target={running.address}", "--rounds=2", "--tokens=8"])
     assert result.figures["same"]
@@ -67,7 +67,7 @@ def test_caches(running: own_server.Server, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.figures["stored_hits"][1] == 2
 
 
-def test_the_streams_of_a_server_that_runs(running: own_server.Server) -> None:
+def test_the_streams_of_a_server_that_runs(running: own_server.RunningServer) -> None:
     words = [f"--target={running.address}", "--context=16", "--tokens=6", "--rounds=2", "--first=2"]
     result = decode.command(words)
     assert result.figures["served"]["contexts"][16]["tokens_per_second"] > 0

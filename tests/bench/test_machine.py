@@ -29,8 +29,8 @@ def test_the_hosts_time_over_devices_that_answer_at_once(rows: int) -> None:
     assert found.tokens_per_step > 1
 
 
-def run_of(out: Path, *names: str) -> machine.Run:
-    return machine.Run([machine.Tree(name, ROOT, "abc") for name in names], out, 600.0)
+def run_of(out: Path, *names: str) -> machine.MachineRun:
+    return machine.MachineRun([machine.Tree(name, ROOT, "abc") for name in names], out, 600.0)
 
 
 def test_trees_stand_beside_each_other_and_the_better_turn_counts(tmp_path: Path) -> None:

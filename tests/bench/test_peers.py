@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import peers
-from bench.peers import KINDS, Kind, Whippet
+from bench.peers import KINDS, PeerKind, Whippet
 
 FOLDER = Path(__file__).resolve().parents[2] / "models" / "demo-draft"
 
@@ -22,13 +22,13 @@ def test_prompts_are_of_one_length_and_differ() -> None:
 
 
 def test_a_missing_peer_says_how_it_is_installed(tmp_path: Path) -> None:
-    absent = Kind("other", "no_such_package_here", "pip install other", Whippet)
+    absent = PeerKind("other", "no_such_package_here", "pip install other", Whippet)
     assert absent.missing(str(FOLDER), None) == "pip install other"
     gguf = tmp_path / "a.gguf"
     gguf.touch()
     assert "GGUF" in KINDS["llama.cpp"].missing(str(FOLDER), None)
     assert KINDS["whippet"].missing(str(gguf), str(gguf)) == ""
-    assert "folder" in Kind("other", "json", "", Whippet).missing(str(gguf), str(gguf))
+    assert "folder" in PeerKind("other", "json", "", Whippet).missing(str(gguf), str(gguf))
 
 
 @pytest.mark.product

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import soak
-from bench.soak import Record
+from bench.soak import SoakRecord
 from engine.scheduling.plan import RowResult, StepPlan, StepResult
 
 pytestmark = pytest.mark.proof
@@ -40,12 +40,12 @@ def test_nothing_drifts_on_a_cpu(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_an_answer_that_changes_is_seen() -> None:
-    record = Record()
+    record = SoakRecord()
     question = soak.questions(100, 4, 9)[0]
     record.take(question, [1, 2])
     record.take(question, [1, 2])
     record.take(question, [1, 3])
-    assert (record.told, record.changed) == (3, {0: 1})
+    assert (record.answers, record.changed) == (3, {0: 1})
 
 
 def test_a_model_that_drifts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

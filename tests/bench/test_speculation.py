@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import speculation
-from bench.speculation import Beside, Run
+from bench.speculation import Beside, SpeculationRun
 from engine.execution.speculation.costs import Costs
 
 pytestmark = pytest.mark.proof
@@ -30,8 +30,8 @@ def test_a_record_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_what_a_table_foretells() -> None:
     """Steps of one second, a fifth more for a token drafted; ten tokens, by five rounds or by ten steps."""
 
-    def run(steps: tuple[tuple[int, int], ...], seconds: float) -> Run:
-        return Run(tokens=10, seconds=seconds, steps=steps, proposed=5, accepted=5, ids=())
+    def run(steps: tuple[tuple[int, int], ...], seconds: float) -> SpeculationRun:
+        return SpeculationRun(tokens=10, seconds=seconds, steps=steps, proposed=5, accepted=5, ids=())
 
     found = Beside(on=(run(((5, 3),), 7.0),), off=(run(((10, 0),), 20.0),), turns=1)
     with_drafts = speculation.needed(found, 1, 3.0, lambda drafted: 1 + drafted / 5)

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from bench import own_server
-from bench.start import Callers
+from bench.start import BurstCallers
 from bench.start import bursts_main as main
 
 pytestmark = pytest.mark.proof
@@ -33,5 +33,5 @@ def test_each_burst_has_a_first_token_a_prompt(capsys: pytest.CaptureFixture[str
 def test_a_call_that_is_refused_is_no_first_token() -> None:
     with own_server.server(FAKE) as server:
         refused = pytest.raises(RuntimeError, match=r"calls ended with \[3, 3\]")
-        with closing(Callers(server.address, 2)) as callers, refused:
+        with closing(BurstCallers(server.address, 2)) as callers, refused:
             callers.burst(2, prompt=4, tokens=1_000_000, gap=0.0)

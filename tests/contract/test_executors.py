@@ -21,7 +21,7 @@ from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.scheduling.plan import RowResult, Runner, Share
 from engine.settings import EngineSettings, KvDtype
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import FREE, alone, generate, progress, requests
 from tests.engine.execution.counting import allowed, counting
 from tests.engine.judged import judge
@@ -71,7 +71,7 @@ class Trial:
 
     entry: ExecutorEntry
     settings: EngineSettings
-    prepared: Prepared
+    prepared: PreparedModel
     reason: str | None
     made: list[Counted] = field(default_factory=list)
 

@@ -30,7 +30,7 @@ from engine.execution.speculation.proposer import Proposer
 from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import FREE, progress
 from tests.contract.pairs import (
     FEATURES,
@@ -65,7 +65,7 @@ class Path:
 
     name: str
     settings: EngineSettings
-    prepared: Prepared
+    prepared: PreparedModel
     runner: ModelRunner
     truth: ModelRunner
     alone: dict[GenerationRequest, Answer] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from engine.execution.step_state import Parts, Unfit
 from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import generate, progress, requests
 
 EAGER = EXECUTORS[-1]
@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", bound="Narrow")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Prepared]:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, PreparedModel]:
     """Eager's own model on the CPU."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(EAGER.trial)))
@@ -37,7 +37,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Pre
     return settings, prepare(settings, progress)
 
 
-def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, PreparedModel]) -> None:
     parts = plain[1].parts
     assert EAGER.name == "eager"
     assert EAGER.why_not(parts) is None
@@ -96,7 +96,7 @@ def registry_of(name: str, make: Any, reason: str | None = None) -> tuple[Execut
     return (ExecutorEntry(Role.MANY, name, saying(reason), make, EAGER.trial), EAGER)
 
 
-def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, PreparedModel]) -> None:
     leader, last = registry_of("graph", Narrow)
     beside = replace(leader, name="beside", make=Narrow, optional=True)
     assert [name for name, _ in choose("auto", plain[1].parts, (beside, leader, last)).executors] == [
@@ -111,7 +111,7 @@ def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[En
     assert any(one.name == "captured_speculation" and one.decoder == "graph" for one in EXECUTORS)
 
 
-def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSettings, PreparedModel]) -> None:
     made, make = remembering(Narrow)
     runner = make_runner(*plain, progress, registry_of("even", make))
     expected = generate(make_runner(*plain, progress), requests()[:3], 128, 512)
@@ -125,7 +125,7 @@ def test_eager_does_what_the_chosen_executor_declines(plain: tuple[EngineSetting
     assert (runner.info.lookahead_tokens, runner.info.max_tokens_per_row) == (2, 3)
 
 
-def test_a_step_is_shared_between_the_chosen_executor_and_eager(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_a_step_is_shared_between_the_chosen_executor_and_eager(plain: tuple[EngineSettings, PreparedModel]) -> None:
     made, make = remembering(Narrow)
     runner = make_runner(*plain, progress, registry_of("narrow", make))
     expected = generate(make_runner(*plain, progress), requests(), 128, 512)
@@ -133,7 +133,7 @@ def test_a_step_is_shared_between_the_chosen_executor_and_eager(plain: tuple[Eng
     assert made[0].steps > 40
 
 
-def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineSettings, PreparedModel]) -> None:
     _, prepared = plain
     first, last = registry_of("fast", eager.Eager)
     for reason in (None, "no room"):
@@ -151,7 +151,7 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
     assert [name for name, _ in choice.executors] == ["eager"]  # neighbours stand and fall with the first
 
 
-def test_auto_passes_over_objections_and_names_them(plain: tuple[EngineSettings, Prepared]) -> None:
+def test_auto_passes_over_objections_and_names_them(plain: tuple[EngineSettings, PreparedModel]) -> None:
     def never(parts: Parts) -> eager.Eager:
         raise AssertionError("made in spite of its objection")
 

@@ -26,7 +26,7 @@ from engine.model.transformer import StepInput
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import FREE, Answer, generate, progress, requests
 
 EAGER = EXECUTORS[-1]
@@ -61,14 +61,16 @@ class Tally:
         return result
 
 
-def speculating(settings: EngineSettings, prepared: Prepared, *proposers: Proposer) -> ModelRunner:
+def speculating(settings: EngineSettings, prepared: PreparedModel, *proposers: Proposer) -> ModelRunner:
     """With these proposers, and whatever they say verified."""
     made = replace(ENTRY, make=lambda parts: Speculation(parts, proposers, FREE))
     return make_runner(settings, prepared, progress, (made, EAGER))
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Prepared]:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[EngineSettings, PreparedModel]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**EAGER.trial, **CONFIGS.get(request.param, {})}))
     settings = EngineSettings(
@@ -82,7 +84,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return settings, prepare(settings, progress)
 
 
-def right(model: tuple[EngineSettings, Prepared], asked: list[GenerationRequest]) -> dict[str, Answer]:
+def right(model: tuple[EngineSettings, PreparedModel], asked: list[GenerationRequest]) -> dict[str, Answer]:
     """Without speculation."""
     return generate(make_runner(*model, progress, (EAGER,)), asked, 256, 512)
 
@@ -91,7 +93,7 @@ def by_prompt(asked: list[GenerationRequest], answers: dict[str, Answer]) -> dic
     return {one.token_ids: answers[one.request_id].ids for one in asked}
 
 
-def draft_of(prepared: Prepared) -> DraftModel:
+def draft_of(prepared: PreparedModel) -> DraftModel:
     """The target as its own draft: with its own pages, it should guess all that it says."""
     parts = prepared.parts
     placement = parts.model.placement
@@ -100,7 +102,7 @@ def draft_of(prepared: Prepared) -> DraftModel:
     return DraftModel(parts.model, pool, sampler)
 
 
-def proposers(name: str, prepared: Prepared, told: dict[tuple[int, ...], list[int]]) -> tuple[Proposer, ...]:
+def proposers(name: str, prepared: PreparedModel, told: dict[tuple[int, ...], list[int]]) -> tuple[Proposer, ...]:
     kinds: dict[str, tuple[Proposer, ...]] = {
         "lookup": (PromptLookup(),),
         "draft": (draft_of(prepared),),
@@ -114,7 +116,7 @@ def proposers(name: str, prepared: Prepared, told: dict[tuple[int, ...], list[in
 
 @pytest.mark.parametrize("model", ["plain"], indirect=True)
 def test_a_draft_is_timed_as_it_will_be_made(
-    model: tuple[EngineSettings, Prepared], monkeypatch: pytest.MonkeyPatch
+    model: tuple[EngineSettings, PreparedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first step behind one of the target's, with the two tokens that a right draft leaves to be fed."""
     draft, done = draft_of(model[1]), [0]
@@ -136,7 +138,7 @@ def test_a_draft_is_timed_as_it_will_be_made(
 
 @pytest.mark.product
 @pytest.mark.parametrize(("model", "name"), CASES, indirect=["model"])
-def test_answers_are_those_without(model: tuple[EngineSettings, Prepared], name: str) -> None:
+def test_answers_are_those_without(model: tuple[EngineSettings, PreparedModel], name: str) -> None:
     """Greedy and sampled, with penalties, biases, filters, stop tokens that are barred at first, and log-probabilities,
     together, in chunks, short of pages, and one after the other."""
     asked = requests(8)

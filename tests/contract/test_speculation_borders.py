@@ -20,7 +20,7 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import progress
 from tests.contract.test_speculation import speculating
 
@@ -30,7 +30,7 @@ PROMPT = tuple(range(40, 51))  # 11 tokens: the first page's border lies within 
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, Prepared]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, PreparedModel]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(dict(EXECUTORS[-1].trial)))
     settings = EngineSettings(
@@ -81,14 +81,14 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def truth(model: tuple[EngineSettings, Prepared]) -> list[int]:
+def truth(model: tuple[EngineSettings, PreparedModel]) -> list[int]:
     """What the model says to PROMPT, to the end of its context."""
     engine = Engine(make_runner(*model, progress, EXECUTORS[-1:]))
     return engine.ids(engine.ask(plain_request(PROMPT, 245)))
 
 
 @pytest.fixture(scope="module")
-def prophet(model: tuple[EngineSettings, Prepared], truth: list[int]) -> ModelRunner:
+def prophet(model: tuple[EngineSettings, PreparedModel], truth: list[int]) -> ModelRunner:
     """Eight ids a step."""
     return speculating(*model, Forced({PROMPT: truth}, 1.0))
 

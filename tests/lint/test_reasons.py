@@ -47,7 +47,7 @@ def test_the_page_has_the_same_table() -> None:
         errors.Unimplemented("f", "m"),
         errors.Overloaded("m", Reason.QUEUE_FULL, 1.0),
         errors.Draining(1.0),
-        errors.Stopping(),
+        errors.ShuttingDown(),
         errors.CacheUnavailable("m", 1.0),
         errors.Unauthenticated("m", Reason.TOKEN_UNKNOWN),
         errors.PermissionDenied(("admin",)),

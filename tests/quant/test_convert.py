@@ -24,7 +24,7 @@ from quant.checkpoint.safetensors import Checkpoint
 from quant.convert import convert
 from quant.errors import CannotQuantize
 from quant.torch_file import TorchFile
-from quant.torch_program import Refused, read_program
+from quant.torch_program import ProgramRefused, read_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
@@ -188,7 +188,7 @@ def test_a_pickle_with_code_is_refused_by_what_it_wants_and_not_run(tmp_path):
     ],
 )
 def test_programs_that_describe_no_tensors(program, told):
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ProgramRefused) as caught:
         read_program(program)
     assert told in str(caught.value)
 
@@ -201,7 +201,7 @@ def test_any_bytes_are_data_or_refused():
         for flip in (1, 16, 255):
             changed = bytearray(program)
             changed[at] ^= flip
-            with contextlib.suppress(Refused):
+            with contextlib.suppress(ProgramRefused):
                 read_program(bytes(changed))
 
 

@@ -18,8 +18,8 @@ CPU = torch.device("cpu")
 
 def shape(family: str, heads: int, kv_heads: int) -> ModelConfig:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 10, "head_dim": 6}
-    shown = {"architectures": [f"{family.capitalize()}ForCausalLM"], "num_attention_heads": heads}
-    return parse_config({**shown, "num_key_value_heads": kv_heads, **sizes}, "config.json")
+    printable = {"architectures": [f"{family.capitalize()}ForCausalLM"], "num_attention_heads": heads}
+    return parse_config({**printable, "num_key_value_heads": kv_heads, **sizes}, "config.json")
 
 
 def random_weights(config: ModelConfig, biased: bool, random: torch.Generator) -> BlockWeights:

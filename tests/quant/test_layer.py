@@ -21,8 +21,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vo
 @pytest.fixture(params=[("llama", 4), ("qwen2", 2), ("qwen3", 2)], ids=lambda p: p[0])
 def layer(request, random):
     family, kv_heads = request.param
-    shown = {"architectures": [f"{family.capitalize()}ForCausalLM"], "num_attention_heads": 4}
-    config = parse_config({**shown, "num_key_value_heads": kv_heads, **SIZES}, "config.json")
+    printable = {"architectures": [f"{family.capitalize()}ForCausalLM"], "num_attention_heads": 4}
+    config = parse_config({**printable, "num_key_value_heads": kv_heads, **SIZES}, "config.json")
     weights = {}
     for name, (inputs, outputs) in layer_linears(config).items():
         weights[f"{name}.weight"] = torch.randn(outputs, inputs, generator=random) / inputs**0.5

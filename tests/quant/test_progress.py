@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from quant.progress import Bars, Lines, shown
+from quant.progress import Bars, Lines, progress_display
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr("sys.stderr", screen)
-    bars = shown()
+    bars = progress_display()
     assert isinstance(bars, Bars)
     for done in range(5):
         bars("samples", done, 4)
@@ -27,7 +27,7 @@ def test_a_terminal_has_one_line_that_is_rewritten(monkeypatch):
 def test_a_log_has_a_line_now_and_then(monkeypatch):
     log = io.StringIO()
     monkeypatch.setattr("sys.stderr", log)
-    assert isinstance(shown(), Lines)
+    assert isinstance(progress_display(), Lines)
     now = 0.0
     lines = Lines(lambda: now)
     for done in range(1, 1001):

@@ -22,7 +22,7 @@ from quant.errors import CannotQuantize
 from quant.evaluate import Comparison, Evaluation, evaluate
 from quant.metrics import Interval
 from quant.quantizer import QuantizeOptions, quantize
-from quant.report import Report
+from quant.report import QuantizeReport
 from quant.rounding import round_groups
 
 pytestmark = pytest.mark.product
@@ -471,11 +471,11 @@ def comparison(kl: float) -> Comparison:
     ],
 )
 def test_what_is_advised_loses_less_than_what_was_made(kept, advised, not_advised):
-    missed = Report(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.5)))
+    missed = QuantizeReport(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.5)))
     assert missed.misses()
     assert advised in missed.markdown()
     assert not_advised not in missed.markdown()
-    met = Report(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.001)))
+    met = QuantizeReport(kept, 2, 1, (), Evaluation(3, 9, 9.1, comparison(0.001)))
     assert met.misses() == ()
     assert advised not in met.markdown()
 

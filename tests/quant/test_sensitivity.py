@@ -15,15 +15,15 @@ from quant.errors import CannotQuantize
 from quant.fold import folds
 from quant.metrics import kl_divergence
 from quant.rounding import round_groups
-from quant.sensitivity import Part, measure, plan, uniform
+from quant.sensitivity import LayerPart, measure, plan, uniform
 from tests.properties import example_count
 
 LINEARS = ("a", "b", "c", "d")
 
 
-def parts_of(losses: list[float], sizes: list[int]) -> list[Part]:
+def parts_of(losses: list[float], sizes: list[int]) -> list[LayerPart]:
     return [
-        Part(place, (LINEARS[place],), 64, sizes[place], {32: loss, 64: 2 * loss}, 0.0)
+        LayerPart(place, (LINEARS[place],), 64, sizes[place], {32: loss, 64: 2 * loss}, 0.0)
         for place, loss in enumerate(losses)
     ]
 
@@ -115,7 +115,7 @@ def test_the_part_that_loses_most_stays_in_eight_bits():
 
 
 def test_inputs_that_no_group_divides_stay_in_eight_bits():
-    odd = Part(1, ("odd",), 72, 640, {}, 0.0)
+    odd = LayerPart(1, ("odd",), 72, 640, {}, 0.0)
     found = plan([*parts_of([9.0], [6400]), odd], 5, (64, 32))
     assert found.eight == {1: ("odd",)}
     with pytest.raises(CannotQuantize, match=r"a budget of 5 bits a weight: this model takes 8\.\d\d at least"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.callers import Process, callers, share
+from bench.callers import CallerProcess, callers, share
 from bench.floods import Prober, rss
 from tests.service.conftest import Server, ask_stream
 from tests.service.tenants import metadata, write_tokens
@@ -45,7 +45,7 @@ def test_two_thousand_callers(serve: Serve) -> None:
         assert left[1] < 1.05 * left[0], left
 
 
-def report(many: Process, seconds: float) -> dict[str, Any]:
+def report(many: CallerProcess, seconds: float) -> dict[str, Any]:
     """Of the next so many seconds."""
     time.sleep(seconds)
     return many.report()

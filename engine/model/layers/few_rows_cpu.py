@@ -18,7 +18,7 @@ from engine.kv.kv_cache import KvCache
 from engine.linear import DenseLinear, Linear, Placement
 from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.joined import JoinedLinear
-from engine.linear.products import TYPES, CpuProducts, Int4, Int8, Plain
+from engine.linear.products import TYPES, CpuProducts, Int4, Int8, PlainMatrix
 from engine.model import features
 from engine.model.attention import RowSpan
 from engine.model.features import FUSED, Feature
@@ -57,7 +57,7 @@ def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, pla
 
 
 class Unfit(Exception):
-    """The walk does not take this model; says why in one line."""
+    """The walk does not support this model; the text is the reason in one line."""
 
 
 class _Wide(ctypes.Structure):
@@ -65,31 +65,31 @@ class _Wide(ctypes.Structure):
 
 
 class _As(ctypes.Union):
-    _fields_: ClassVar[Any] = [("four", Int4), ("eight", Int8), ("sixteen", Plain), ("thirty_two", _Wide)]
+    _fields_: ClassVar[Any] = [("four", Int4), ("eight", Int8), ("sixteen", PlainMatrix), ("thirty_two", _Wide)]
 
 
-class _Part(ctypes.Structure):
+class _WalkPart(ctypes.Structure):
     _fields_: ClassVar[Any] = [("kind", _long), ("outputs", _long), ("weight", _As)]
 
 
-class _Linear(ctypes.Structure):
+class _WalkLinear(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *(("parts", ctypes.POINTER(_Part)), ("bias", _pointer)),
+        *(("parts", ctypes.POINTER(_WalkPart)), ("bias", _pointer)),
         *(("count", _long), ("inputs", _long), ("outputs", _long)),
     ]
 
 
-class _Layer(ctypes.Structure):
+class _WalkLayer(ctypes.Structure):
     _fields_: ClassVar[Any] = [
         *(("input_norm", _pointer), ("mlp_norm", _pointer), ("head_norm", _pointer)),
-        *(("qkv", _Linear), ("output", _Linear), ("gate_up", _Linear), ("down", _Linear)),
+        *(("qkv", _WalkLinear), ("output", _WalkLinear), ("gate_up", _WalkLinear), ("down", _WalkLinear)),
         ("window", _long),
     ]
 
 
 class _Model(ctypes.Structure):
     _fields_: ClassVar[Any] = [
-        *(("layers", ctypes.POINTER(_Layer)), ("norm", _pointer), ("angles", _pointer), ("head", _Linear)),
+        *(("layers", ctypes.POINTER(_WalkLayer)), ("norm", _pointer), ("angles", _pointer), ("head", _WalkLinear)),
         *((name, _long) for name in ("count", "hidden", "heads", "kv_heads", "dim", "inner")),
         ("epsilon", ctypes.c_float),
     ]
@@ -103,15 +103,15 @@ class _Step(ctypes.Structure):
 
 
 @dataclass(slots=True)
-class _Held:
+class _KeptStructures:
     """Structures that C reads, and the tensors made for it: they live as long as the model."""
 
     kept: list[object] = field(default_factory=list)
 
-    def linear(self, linear: Linear, inputs: int, outputs: int) -> _Linear:
+    def linear(self, linear: Linear, inputs: int, outputs: int) -> _WalkLinear:
         """Describes a linear to the library. Raises Unfit."""
         flat = _flat(linear)
-        parts = (_Part * len(flat))(*(_part(one, inputs) for one in flat))
+        parts = (_WalkPart * len(flat))(*(_part(one, inputs) for one in flat))
         biases = [(_bias(one), part.outputs) for one, part in zip(flat, parts, strict=True)]
         bias = None
         if any(one is not None for one, _ in biases):
@@ -119,10 +119,10 @@ class _Held:
         if sum(part.outputs for part in parts) != outputs:
             raise Unfit("a linear has other outputs than its layer")
         self.kept += [linear, parts, bias]
-        return _Linear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
+        return _WalkLinear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
 
     def floats(self, tensor: torch.Tensor) -> int:
-        """The address of float32 numbers side by side."""
+        """Returns the address of contiguous float32 numbers."""
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             tensor = tensor.float().contiguous()
         self.kept.append(tensor)
@@ -137,12 +137,12 @@ class FewRows:
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
-        self._held = held = _Held()
+        self._held = held = _KeptStructures()
         self._vocabulary, self._most_units = config.vocab_size, int(self._library.walk_units())
         self._most_heads = max(config.heads, config.kv_heads)
         form = layer_form(config)
         made = [self._layer(form, one) for one in weights.layers]
-        layers = (_Layer * len(made))(*made)
+        layers = (_WalkLayer * len(made))(*made)
         held.kept.append(layers)
         head = held.linear(weights.head, config.hidden_size, config.vocab_size)
         self._model = _Model(
@@ -152,13 +152,13 @@ class FewRows:
         )
         self._room = torch.empty(0)
 
-    def _layer(self, form: LayerForm, layer: Layer) -> _Layer:
+    def _layer(self, form: LayerForm, layer: Layer) -> _WalkLayer:
         held = self._held
 
-        def linear(made: Linear, product: Product) -> _Linear:
+        def linear(made: Linear, product: Product) -> _WalkLinear:
             return held.linear(made, product.inputs, sum(product.outputs))
 
-        return _Layer(
+        return _WalkLayer(
             held.floats(layer.input_norm.weight),
             held.floats(layer.mlp_norm.weight),
             None if layer.head_norm is None else held.floats(layer.head_norm.weight),
@@ -240,7 +240,7 @@ def _bias(linear: Linear) -> torch.Tensor | None:
     return linear.bias if isinstance(linear, DenseLinear | Int4Cpu | Int8Cpu) else None
 
 
-def _part(linear: Linear, inputs: int) -> _Part:
+def _part(linear: Linear, inputs: int) -> _WalkPart:
     """Describes one matrix of a linear. Raises Unfit."""
     if isinstance(linear, Int4Cpu):
         (outputs, own, group), q = linear.shape, linear.q
@@ -255,7 +255,7 @@ def _part(linear: Linear, inputs: int) -> _Part:
     elif isinstance(linear, DenseLinear):
         (outputs, own), weight = linear.weight.shape, linear.weight
         if weight.dtype.itemsize == 2 and weight.is_contiguous():
-            made, kind = _As(sixteen=Plain(weight.data_ptr(), TYPES[weight.dtype])), _BITS16
+            made, kind = _As(sixteen=PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])), _BITS16
         elif weight.dtype == torch.float32 and weight.stride(0) == 1:
             made, kind = _As(thirty_two=_Wide(weight.data_ptr(), weight.stride(1))), _BITS32
         else:
@@ -264,4 +264,4 @@ def _part(linear: Linear, inputs: int) -> _Part:
         raise Unfit(f"no product in C takes a {type(linear).__name__}")
     if own != inputs:
         raise Unfit("a linear has other inputs than its layer")
-    return _Part(kind, outputs, made)
+    return _WalkPart(kind, outputs, made)

@@ -24,7 +24,7 @@ _KINDS: Final = {kind.name: kind for kind in KINDS.values()}
 
 
 @dataclass(slots=True)
-class _Cost:
+class _BlockCost:
     """Sums up the tensors of one block type. `error` is the sum of the squared rounding errors, `size` that of the
     squared numbers."""
 
@@ -36,14 +36,14 @@ class _Cost:
 
 
 @dataclass(slots=True)
-class Costs:
+class StorageCosts:
     """Sums up the memory and the rounding error of holding a file's tensors in other forms than the file's."""
 
-    _by_kind: dict[tuple[str, str], _Cost] = field(default_factory=dict)
+    _by_kind: dict[tuple[str, str], _BlockCost] = field(default_factory=dict)
 
     def add(self, kind: str, form: str, read: int, held: int, lost: torch.Tensor | None = None) -> None:
         """Adds a tensor. `lost`: float [2], the sum of the squared rounding errors and that of the squared numbers."""
-        cost = self._by_kind.setdefault((kind, form), _Cost())
+        cost = self._by_kind.setdefault((kind, form), _BlockCost())
         cost.tensors += 1
         cost.read += read
         cost.held += held
@@ -61,7 +61,12 @@ class Costs:
 
 
 def read_gguf(
-    source: TensorSource, layer: str, spec: GgufSpec, in_features: int, out_features: int, costs: Costs | None = None
+    source: TensorSource,
+    layer: str,
+    spec: GgufSpec,
+    in_features: int,
+    out_features: int,
+    costs: StorageCosts | None = None,
 ) -> Int4Groups | Int4Minima | Int8Rows:
     """Reads the weight of one linear. Raises BadTensor."""
     kind = _KINDS[spec.kinds[layer]]
@@ -95,7 +100,7 @@ def dequantize(kind: str, raw: torch.Tensor, columns: int) -> torch.Tensor:
     return (q.float().view(len(raw), -1, size) * scale.unsqueeze(2)).view(len(raw), columns)
 
 
-def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype, costs: Costs) -> torch.Tensor:
+def widened(kind: str, raw: torch.Tensor, columns: int, dtype: torch.dtype, costs: StorageCosts) -> torch.Tensor:
     """Converts blocks to plain numbers [R, K], some rows at a time."""
     out = torch.empty(len(raw), columns, dtype=dtype, device=raw.device)
     lost = torch.zeros(2, dtype=torch.float64, device=raw.device)

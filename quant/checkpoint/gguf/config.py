@@ -22,7 +22,7 @@ _FACTOR_TOLERANCE: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GgufFamily:
     """Names an architecture as transformers does, and its differences in a GGUF file."""
 
     architecture: str
@@ -32,13 +32,13 @@ class Family:
 
 
 FAMILIES: Final = {
-    "llama": Family("LlamaForCausalLM", "llama", paired_rows=True),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", pre="qwen2"),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", pre="qwen2"),
-    "gemma3": Family("Gemma3ForCausalLM", "gemma3_text"),
-    "granite": Family("GraniteForCausalLM", "granite", paired_rows=True),
+    "llama": GgufFamily("LlamaForCausalLM", "llama", paired_rows=True),
+    "qwen2": GgufFamily("Qwen2ForCausalLM", "qwen2", pre="qwen2"),
+    "qwen3": GgufFamily("Qwen3ForCausalLM", "qwen3", pre="qwen2"),
+    "gemma3": GgufFamily("Gemma3ForCausalLM", "gemma3_text"),
+    "granite": GgufFamily("GraniteForCausalLM", "granite", paired_rows=True),
 }
-_MISTRAL: Final = Family("MistralForCausalLM", "mistral", paired_rows=True)
+_MISTRAL: Final = GgufFamily("MistralForCausalLM", "mistral", paired_rows=True)
 _READ: Final = frozenset(
     {
         "attention.head_count",
@@ -101,7 +101,7 @@ class Positions:
     factors: tuple[float, ...] = ()  # RoPE wavelength factors, one per pair of a head's numbers
 
 
-def family_of(fields: Fields) -> Family:
+def family_of(fields: Fields) -> GgufFamily:
     """Returns the family of the file's architecture. Raises BadFile if the architecture is not served or the file is
     not a whole language model."""
     kind = _text(fields, "general.type", "model")
@@ -117,7 +117,7 @@ def family_of(fields: Fields) -> Family:
     return _MISTRAL if name == "llama" and windowed else FAMILIES[name]
 
 
-def config_of(fields: Fields, family: Family, positions: Positions) -> dict[str, Any]:
+def config_of(fields: Fields, family: GgufFamily, positions: Positions) -> dict[str, Any]:
     """Builds the contents of config.json. Raises BadFile."""
     own = f"{_text(fields, 'general.architecture')}."
     multipliers = _MULTIPLIERS if family.model_type == "granite" else {}
@@ -212,7 +212,7 @@ def _head_dim(fields: Fields, own: str, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _biases(family: Family, names: Collection[str]) -> dict[str, bool]:
+def _biases(family: GgufFamily, names: Collection[str]) -> dict[str, bool]:
     """Returns the config's switches for biases, in the families that have them."""
     if family.model_type not in ("llama", "granite", "qwen3"):
         return {}
@@ -220,7 +220,7 @@ def _biases(family: Family, names: Collection[str]) -> dict[str, bool]:
     return found if family.model_type == "qwen3" else found | {"mlp_bias": "blk.0.ffn_gate.bias" in names}
 
 
-def _windows(fields: Fields, own: str, family: Family) -> dict[str, Any]:
+def _windows(fields: Fields, own: str, family: GgufFamily) -> dict[str, Any]:
     window = fields.integer(f"{own}attention.sliding_window", default=0)
     if family.model_type == "mistral":
         return {"sliding_window": window}

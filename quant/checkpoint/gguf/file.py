@@ -18,7 +18,7 @@ from quant.checkpoint.gguf.config import Positions, config_of, family_of, sampli
 from quant.checkpoint.gguf.header import Header, Tensor, read_header
 from quant.checkpoint.gguf.names import ROPE_FACTORS, TOKENS, file_name, folder_name
 from quant.checkpoint.gguf.vocabulary import TOKENS as VOCABULARY
-from quant.checkpoint.gguf.vocabulary import Vocabulary, vocabulary_of
+from quant.checkpoint.gguf.vocabulary import GgufVocabulary, vocabulary_of
 from quant.checkpoint.regular import open_regular
 from quant.checkpoint.tensors import dense_tensors
 
@@ -79,7 +79,7 @@ def _read(file: Path, identity: tuple[int, ...]) -> GgufFile:
     return GgufFile(_texts(raw, {**special, **sampling_of(fields)}, vocabulary), config, places)
 
 
-def _texts(config: dict[str, Any], generation: dict[str, Any], vocabulary: Vocabulary) -> dict[str, bytes]:
+def _texts(config: dict[str, Any], generation: dict[str, Any], vocabulary: GgufVocabulary) -> dict[str, bytes]:
     objects = {
         "config.json": config,
         "generation_config.json": {key: value for key, value in generation.items() if value is not None},

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, NoReturn, TypeAlias
 
 from quant.checkpoint.errors import AGAIN, BadFile
-from quant.checkpoint.gguf.kinds import KINDS, OTHERS, Kind
+from quant.checkpoint.gguf.kinds import KINDS, OTHERS, BlockType
 from quant.checkpoint.regular import open_regular
 
 MAGIC: Final = b"GGUF"
@@ -39,7 +39,7 @@ class Tensor:
     """Locates one tensor in the file. `shape` has rows first, as in torch; the file has them last."""
 
     name: str
-    kind: Kind
+    kind: BlockType
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     size: int  # bytes
@@ -47,8 +47,6 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Holds the parsed header."""
-
     metadata: dict[str, Value]
     tensors: tuple[Tensor, ...]  # in the order of the file
 
@@ -57,16 +55,14 @@ def read_header(file: Path) -> Header:
     """Reads and checks the header. Raises BadFile, which names the key or the tensor."""
     try:
         with open_regular(file) as opened:
-            return _Reader(file, opened).header()
+            return _HeaderReader(file, opened).header()
     except FileNotFoundError:
         raise BadFile(file, "no such file", "download the model") from None
     except OSError as error:
         raise BadFile(file, f"cannot be read ({error.strerror})", "check its permissions") from error
 
 
-class _Reader:
-    """Reads one header from front to back."""
-
+class _HeaderReader:
     def __init__(self, file: Path, opened: BinaryIO) -> None:
         self._file = file
         self._opened = opened
@@ -86,7 +82,7 @@ class _Reader:
         for _ in range(keys):
             self._within = "header"
             key = self._string(MAX_NAME)
-            self._within = _shown(key)
+            self._within = _printable(key)
             if key in metadata:
                 self._refuse("is there twice", AGAIN)
             metadata[key] = self._value(self._number("I"))
@@ -197,11 +193,11 @@ class _Reader:
         self._at = at
         return found
 
-    def _tensor(self) -> tuple[str, Kind, tuple[int, ...], int]:
+    def _tensor(self) -> tuple[str, BlockType, tuple[int, ...], int]:
         """Reads one entry of the table: name, block type, shape, and offset from the start of the tensors' data."""
         self._within = "header"
         name = self._string(MAX_NAME)
-        self._within = f"tensor {_shown(name)}"
+        self._within = f"tensor {_printable(name)}"
         dimensions = self._number("I")
         if not 1 <= dimensions <= 4:
             self._refuse(f"has {dimensions} dimensions", AGAIN)
@@ -216,14 +212,14 @@ class _Reader:
             self._refuse(f"has sides {list(sides)}, which {kind.name} cannot have", AGAIN)
         return name, kind, tuple(reversed(sides)), offset
 
-    def _placed(self, found: list[tuple[str, Kind, tuple[int, ...], int]], alignment: int) -> tuple[Tensor, ...]:
+    def _placed(self, found: list[tuple[str, BlockType, tuple[int, ...], int]], alignment: int) -> tuple[Tensor, ...]:
         """Sorts the tensors by position. Checks that they are aligned and contiguous and end within the file."""
         origin = -(-self._at // alignment) * alignment
         placed: list[Tensor] = []
         names: set[str] = set()
         expected = origin
         for name, kind, shape, offset in sorted(found, key=lambda one: one[3]):
-            self._within = f"tensor {_shown(name)}"
+            self._within = f"tensor {_printable(name)}"
             size = kind.nbytes
             for side in shape:
                 size *= side
@@ -249,6 +245,6 @@ def _alignment(file: Path, metadata: dict[str, Value]) -> int:
     return found
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     """Returns a name from the file, escaped and shortened for one line of an error text."""
     return name if name and name.isprintable() and len(name) <= 80 else repr(name[:80])

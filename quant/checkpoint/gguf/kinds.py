@@ -7,7 +7,7 @@ from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class BlockType:
     """Describes a block type: a block holds `values` numbers in `nbytes` bytes."""
 
     name: str
@@ -21,14 +21,14 @@ class Kind:
 
 
 KINDS: Final = {
-    0: Kind("F32", 1, 4),
-    1: Kind("F16", 1, 2),
-    2: Kind("Q4_0", 32, 18),
-    3: Kind("Q4_1", 32, 20),
-    8: Kind("Q8_0", 32, 34),
-    12: Kind("Q4_K", 256, 144),
-    14: Kind("Q6_K", 256, 210),
-    30: Kind("BF16", 1, 2),
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18),
+    3: BlockType("Q4_1", 32, 20),
+    8: BlockType("Q8_0", 32, 34),
+    12: BlockType("Q4_K", 256, 144),
+    14: BlockType("Q6_K", 256, 210),
+    30: BlockType("BF16", 1, 2),
 }
 # llama.cpp's names of the types that are not served, for error texts.
 OTHERS: Final = {

@@ -9,7 +9,7 @@ MAX_WORK: Final = 1 << 27  # characters compared; a vocabulary of 256,000 pieces
 MAX_MERGES: Final = 1 << 20  # such a vocabulary has half of this
 
 
-class TooMuch(Exception):
+class VocabularyTooLarge(Exception):
     """Reports pieces that are longer, or split into more pairs of pieces, than those of any known model."""
 
 
@@ -17,7 +17,7 @@ def merges_of(pieces: Mapping[str, int], scores: Mapping[str, float]) -> list[tu
     """Returns the merges in order of application: by falling score of the merged piece, then by the ids of the two
     halves. Raises TooMuch."""
     if sum(len(piece) ** 2 for piece in pieces) > MAX_WORK:
-        raise TooMuch
+        raise VocabularyTooLarge
     found: list[tuple[float, int, int, str, str]] = []
     for piece in pieces:
         score = scores[piece]
@@ -26,6 +26,6 @@ def merges_of(pieces: Mapping[str, int], scores: Mapping[str, float]) -> list[tu
             if left in pieces and right in pieces:
                 found.append((-score, pieces[left], pieces[right], left, right))
         if len(found) > MAX_MERGES:
-            raise TooMuch
+            raise VocabularyTooLarge
     found.sort()
     return [(left, right) for *_, left, right in found]

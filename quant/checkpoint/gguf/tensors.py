@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from quant.checkpoint.gguf.blocks import Costs, widened
+from quant.checkpoint.gguf.blocks import StorageCosts, widened
 from quant.checkpoint.gguf.file import FileTensor, gguf_file
-from quant.checkpoint.header import Entry
+from quant.checkpoint.header import TensorEntry
 from quant.checkpoint.mapped import MappedTensors, Progress
 from quant.checkpoint.tensors import EMBEDDING
 
@@ -27,7 +27,7 @@ class GgufTensors(MappedTensors):
     def __init__(self, file: Path, progress: Progress | None = None, dtype: torch.dtype = torch.float32) -> None:
         """Reads the header. Raises BadFile."""
         places = gguf_file(file).places
-        self.costs = Costs()
+        self.costs = StorageCosts()
         self._widened_to = dtype
         self._places = {_served(name, place): place for name, place in places.items()}
         entries = {name: _entry(file, place) for name, place in self._places.items()}
@@ -63,12 +63,12 @@ def _served(name: str, place: FileTensor) -> str:
     return f"{name.removesuffix('.weight')}.{place.tensor.kind.name.lower()}"
 
 
-def _entry(file: Path, place: FileTensor) -> Entry:
+def _entry(file: Path, place: FileTensor) -> TensorEntry:
     tensor = place.tensor
     if tensor.kind.plain:
-        return Entry(file, _PLAIN[tensor.kind.name], tensor.shape, tensor.start, tensor.size)
+        return TensorEntry(file, _PLAIN[tensor.kind.name], tensor.shape, tensor.start, tensor.size)
     rows = tensor.shape[0]
-    return Entry(file, torch.uint8, (rows, tensor.size // rows), tensor.start, tensor.size)
+    return TensorEntry(file, torch.uint8, (rows, tensor.size // rows), tensor.start, tensor.size)
 
 
 def _by_halves(rows: int, heads: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from quant.checkpoint.errors import MEND, short
 from quant.checkpoint.fields import Fields
-from quant.checkpoint.gguf.sentencepiece import TooMuch, merges_of
+from quant.checkpoint.gguf.sentencepiece import VocabularyTooLarge, merges_of
 
 TOKENS: Final = "tokenizer.ggml.tokens"
 TYPES: Final = "tokenizer.ggml.token_type"
@@ -58,7 +58,7 @@ _CUTS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """Holds the contents of a folder's tokenizer files, and the ids and size that the config needs."""
 
     tokenizer: dict[str, Any]  # tokenizer.json
@@ -69,7 +69,7 @@ class Vocabulary:
     templates: Mapping[str, str]  # file name → template
 
 
-def vocabulary_of(fields: Fields, pre: str | None) -> Vocabulary:
+def vocabulary_of(fields: Fields, pre: str | None) -> GgufVocabulary:
     """Converts the vocabulary. `pre` names the pre-tokenizer to use if the file names none. Raises BadFile, which names
     the key."""
     tokens = _texts(fields, TOKENS)
@@ -99,7 +99,7 @@ def vocabulary_of(fields: Fields, pre: str | None) -> Vocabulary:
     settings |= {"clean_up_tokenization_spaces": False, "tokenizer_class": "PreTrainedTokenizerFast"}
     ending = [number for number, kind in apart if kind == _CONTROL and tokens[number] in _ENDING]
     ends = tuple(dict.fromkeys([*(known[role] for role in _ENDS if role in known), *ending]))
-    return Vocabulary(tokenizer, settings, ends, known.get("bos"), len(tokens), _templates(fields))
+    return GgufVocabulary(tokenizer, settings, ends, known.get("bos"), len(tokens), _templates(fields))
 
 
 def _texts(fields: Fields, key: str) -> list[str]:
@@ -225,12 +225,12 @@ def _pieces(
     plain = {piece: number for piece, number in vocabulary.items() if kinds[number] == _NORMAL}
     try:
         merges = merges_of(plain, {piece: scores[number] for piece, number in plain.items()})
-    except TooMuch:
+    except VocabularyTooLarge:
         fields.refuse(TOKENS, "has pieces longer than those of any model", MEND)
     prefixed = fields.boolean("tokenizer.ggml.add_space_prefix", default=True)
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     steps = [{"type": "Prepend", "prepend": "▁"}, blank]
-    shown = [
+    decoders = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
@@ -241,7 +241,7 @@ def _pieces(
     return {
         "normalizer": {"type": "Sequence", "normalizers": steps} if prefixed else blank,
         "pre_tokenizer": None,
-        "decoder": {"type": "Sequence", "decoders": [*shown, *strip]},
+        "decoder": {"type": "Sequence", "decoders": [*decoders, *strip]},
         "model": _model(vocabulary, merges, **flags),
     }
 

@@ -1,1 +1,1 @@
-"""Who may start when: limits, quotas, the fair queue and the slots."""
+"""Decides which request may start when: limits, quotas, the fair queue and the slots."""

@@ -1,7 +1,7 @@
-"""Who gets in: live names, tenants' quotas, drain, and a bound on all that is live. What the engine runs is bounded by
-`admission_slots`.
+"""Admits requests by live names, tenants' quotas, drain, and a bound on all live requests. `admission_slots` bounds
+what the engine runs.
 
-A ticket is held from the first look at a request until its end; the table of tickets is what is live.
+A request holds a ticket from the first look at it until its end; the table of tickets is the list of live requests.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from engine.errors import Aborted
 from service.config.settings import LimitOptions
 from service.core.admission.admission_slots import AdmissionSlots
-from service.core.admission.pace import Stay
+from service.core.admission.pace import RequestDuration
 from service.core.admission.quotas import Quotas
 from service.core.errors import Draining, DuplicateRequest, Reason, UnknownRequest
 
@@ -29,7 +29,7 @@ _MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only 
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """How a tenant does that the operator wants named in metrics."""
+    """Use of one tenant that the operator wants named in metrics."""
 
     tenant: str
     live: int  # requests
@@ -37,13 +37,11 @@ class TenantUse:
 
 
 class Abortable(Protocol):
-    """What a live request reads its answer from."""
-
     def abort(self, reason: str) -> None: ...
 
 
 class Ticket:
-    """One live request. Leaving the `with` block ends it."""
+    """Represents one live request. Leaving the `with` block ends it."""
 
     def __init__(self, owner: Admission, tenant: str, request_id: str, since: float, answers: int) -> None:
         self._owner = owner
@@ -64,26 +62,25 @@ class Ticket:
         self._owner.leave(self)
 
     def lookup_ended(self) -> None:
-        """It is known what the caches have for it."""
+        """Marks that the caches' result for the request is known."""
         if self.in_lookup:
             self.in_lookup = False
             self._owner.lookup_ended()
 
     def attach(self, answer: Abortable) -> None:
-        """From here on `abort` reaches the answer. Raises Aborted where it came before."""
+        """Makes `abort` reach this answer. Raises Aborted where the abort came first."""
         if self._aborted is not None:
             raise Aborted(self._aborted)
         self._answer = answer
 
     def abort(self, reason: str) -> None:
-        """Its caller gets Aborted."""
         self._aborted = reason
         if self._answer is not None:
             self._answer.abort(reason)
 
 
 class Admission:
-    """The table of live requests and the limits on it."""
+    """Holds the table of live requests and the limits on it."""
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class Admission:
         self._clock = clock
         self._live: dict[tuple[str, str], Ticket] = {}
         self._tenants: Counter[str] = Counter()
-        self._stay = Stay()
+        self._stay = RequestDuration()
         self._in_lookup = 0
         self._unnamed = itertools.count()
         self._draining = False
@@ -108,32 +105,29 @@ class Admission:
 
     @property
     def live(self) -> int:
-        """Requests that hold a ticket."""
         return len(self._live)
 
     @property
     def uses(self) -> tuple[TenantUse, ...]:
-        """Of the tenants that the tenants file says may be named."""
+        """Returns the use of tenants that the tenants file allows to be named."""
         quotas = self.quotas
         return tuple(TenantUse(name, self._tenants[name], quotas.left(name)) for name in quotas.in_metrics)
 
     @property
     def in_lookup(self) -> int:
-        """Of those, whose answer may yet be found in a cache."""
+        """Returns how many live requests may still be answered from a cache."""
         return self._in_lookup
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new gets in."""
         return self._draining
 
     def check_unread(self, tenant: str) -> None:
-        """See AdmissionSlots.check_unread."""
-        if not self._draining:  # who comes then is told so
+        if not self._draining:  # later requests get that answer
             self.slots.check_unread(tenant)
 
     def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:
-        """A line in the table. Without a name, `abort` cannot reach it. Raises Draining, DuplicateRequest,
+        """Adds a ticket to the table. Without a request id, `abort` cannot reach it. Raises Draining, DuplicateRequest,
         DeadlineExceeded or Overloaded."""
         if self._draining:
             self.slots.refusals[Reason.DRAINING] += 1
@@ -159,11 +153,9 @@ class Admission:
         return ticket
 
     def lookup_ended(self) -> None:
-        """See Ticket.lookup_ended."""
         self._in_lookup -= 1
 
     def leave(self, ticket: Ticket) -> None:
-        """It has ended."""
         ticket.lookup_ended()
         self._stay.ended(self._clock() - ticket.since)
         del self._live[ticket.tenant, ticket.request_id]
@@ -181,11 +173,9 @@ class Admission:
         ticket.abort(reason)
 
     def drain(self) -> None:
-        """Lets nothing new in."""
         self._draining = True
 
     def resume(self) -> None:
-        """Lets requests in again."""
         self._draining = False
 
     async def idle(self, within: float | None) -> int:

@@ -1,6 +1,6 @@
-"""Admission slots: one for each generation that runs in the engine or waits for that, and for nothing else.
+"""Grants admission slots: one for each generation that runs or waits in the engine.
 
-An answer out of a cache needs none, nor does a request that reads along with another one.
+An answer from a cache needs no slot, nor does a request that follows another one's generation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.api import Priority
 from engine.errors import DeadlineExceeded
 from service.config.settings import LimitOptions
 from service.core.admission.fair_queue import FairQueue, Waiting
-from service.core.admission.pace import Departures, Returns, Stay, retry_hint
+from service.core.admission.pace import Departures, RequestDuration, Returns, retry_hint
 from service.core.errors import Overloaded, Reason
 
 DEADLINE = "DEADLINE"  # counted as a reason beside those of `Overloaded`
@@ -27,7 +27,7 @@ _READ_RATE = 128.0  # and per second; of more than those the front would do noth
 
 
 class _Recent:
-    """How often something has happened lately, where so many a second are forgotten."""
+    """Measures how often something happened lately; the given number a second is forgotten."""
 
     __slots__ = ("_at", "_clock", "_count", "_rate")
 
@@ -48,7 +48,7 @@ class _Recent:
 
 
 class AdmissionSlot:
-    """One of them. Leaving the `with` block gives it back."""
+    """One granted slot. Leaving the `with` block gives it back."""
 
     __slots__ = ("_owner", "_waiting", "given_back", "unqueued_since")
 
@@ -60,11 +60,12 @@ class AdmissionSlot:
 
     @property
     def forward(self) -> float:
-        """Seconds that it is put forward in the engine's queue."""
+        """Seconds by which the engine's queue treats the request as older."""
         return 0.0 if self._waiting is None else self._waiting.forward
 
     def on_evict(self, evict: Callable[[Overloaded], None]) -> None:
-        """While it waits, `evict` may be called, once, for another tenant's sake; it has been given back then."""
+        """Sets a callback that is called at most once, while the request waits, to make room for another tenant. The
+        slot has been given back by then."""
         if self._waiting is not None:
             self._waiting.evict = evict
 
@@ -79,14 +80,14 @@ class AdmissionSlot:
             self._owner.leave(self)
 
     def start(self) -> None:
-        """The first token is there: it no longer waits."""
+        """Marks the first token: the request no longer waits."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._owner.started(waiting)
 
 
 class AdmissionSlots:
-    """As many as sequences that run at once, and as many more as may wait for that."""
+    """Limits generations to those that run at once and those that may wait."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class AdmissionSlots:
         self._taken = 0
         self._queue = FairQueue()
         self._departures = Departures()
-        self._stay = Stay(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
+        self._stay = RequestDuration(presumed=_STAY)  # of those that did not wait: afterwards departures tell more
         self._returns = Returns()
         self._misses = _Recent(_MISSES_RATE, clock)  # of the caches, while the queue was full
         self._read = _Recent(_READ_RATE, clock)  # requests that were read and found the queue full
@@ -109,58 +110,56 @@ class AdmissionSlots:
 
     @property
     def taken(self) -> int:
-        """By those that run and those that wait."""
         return self._taken
 
     @property
     def waiting(self) -> int:
-        """Those without a first token."""
+        """Returns how many generations have no first token yet."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Those with a first token."""
+        """Returns how many generations have a first token."""
         return self._taken - len(self._queue)
 
     @property
     def capacity(self) -> int:
-        """Sequences that run at once."""
+        """Returns how many sequences run at once."""
         return self._capacity()
 
     @property
     def total(self) -> int:
-        """How many there are."""
         return self._capacity() + self._limits.queued_requests
 
     @property
     def full(self) -> bool:
-        """Whether none is left."""
         return self._taken >= self.total
 
     @property
     def quiet(self) -> bool:
-        """Whether there is room for work that nobody waits for: less than half of what may run does."""
+        """Whether there is room for work without a waiting caller: less than half of the capacity is in use."""
         return self._taken < max(1, self._capacity() // 2)
 
     @property
     def many_misses(self) -> bool:
-        """Whether the queue is full and so many lookups have missed that the next request is refused without one."""
+        """Whether the queue is full and enough lookups have missed lately that the next request is refused without
+        one."""
         return self.full and self._misses.count >= _MISSES
 
     @property
     def stormed(self) -> bool:
-        """Whether many more come than there is room for: most of what the front does may be refusing them."""
+        """Whether far more requests arrive than can be admitted, so that most of the front's work may be refusals."""
         return self._read.count >= _READ / 2
 
     def check_unread(self, tenant: str) -> None:
-        """Raises Overloaded for a request of which nothing is known but whose it is, where so many have been refused
-        lately that the next one would be whatever it is."""
+        """Raises Overloaded before the request is read, knowing only its tenant, where further requests would be
+        refused in any case."""
         if self.full and self._read.count >= _READ and self._queue.longest(tenant, Priority.INTERACTIVE) is None:
             raise self._queue_full()
 
     def check(self, priority: Priority, deadline: float | None, tenant: str = "", after_lookup: bool = False) -> None:
-        """Raises DeadlineExceeded or Overloaded where `take` would now, whatever the prompt. `after_lookup`: the caches
-        had no answer."""
+        """Raises DeadlineExceeded or Overloaded where `take` would now for any prompt. `after_lookup`: the caches had
+        no answer."""
         self._check_deadline(priority, deadline, tenant)
         if self.full and self._queue.longest(tenant, priority) is None:
             self._read.add()
@@ -205,11 +204,9 @@ class AdmissionSlots:
         return asyncio.get_running_loop().call_later(left, lambda: refuse(self._waited()))
 
     def started(self, waiting: Waiting) -> None:
-        """See AdmissionSlot.start."""
         self._queue.remove(waiting)
 
     def leave(self, slot: AdmissionSlot) -> None:
-        """Gives it back."""
         saturated = self._taken > self._capacity()
         slot.start()
         self._taken -= 1
@@ -219,12 +216,11 @@ class AdmissionSlots:
         self._departures.departure(now, saturated)
 
     def overloaded(self, message: str, reason: Reason, queue_time: float) -> Overloaded:
-        """The refusal, counted. Says when to come back."""
+        """Counts a refusal and returns it with the time to retry after."""
         self.refusals[reason] += 1
         return Overloaded(message, reason, retry_hint(queue_time))
 
     def late(self, message: str) -> DeadlineExceeded:
-        """The refusal, counted."""
         self.refusals[DEADLINE] += 1
         return DeadlineExceeded(message)
 
@@ -238,7 +234,7 @@ class AdmissionSlots:
         return self.overloaded("too many prompt tokens wait", Reason.QUEUED_TOKENS, self._return_time())
 
     def _return_time(self) -> float:
-        """Seconds until all who wait now have gone, and those who were refused before are back."""
+        """Returns the seconds until all that wait now have left and the requests refused before have retried."""
         now, capacity = self._clock(), max(1, self._capacity())
         interval = self._departures.expected_interval(now, self._stay.mean, capacity)
         queue_time = max(1, self._taken - capacity) * interval

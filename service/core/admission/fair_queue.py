@@ -1,9 +1,9 @@
-"""Generations without a first token: whose turn each is, and who gives way where there is no room.
+"""Orders generations without a first token, and chooses which one is evicted where there is no room.
 
-The engine orders them by rank alone, arrival put forward by priority, and knows no tenants. So a tenant that asks for a
-hundred things at once would keep everybody else waiting for all of them. Here a newcomer is put forward: its tenant's
-second goes before the third of every other tenant, its third before the fourth, and so on; tenants take turns. Whose
-priority is higher is not overtaken by that, and one tenant alone is served by rank.
+The engine orders them by rank alone (arrival, advanced by priority) and knows no tenants, so a tenant with a hundred
+requests would delay all others. Here a new request is advanced so that its tenant's second goes before the third of
+every other tenant, its third before the fourth, and so on. Higher priorities are never overtaken that way, and a single
+tenant is served by rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _JUST = 1e-6  # seconds; less than lies between two arrivals
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """One of them."""
-
     tenant: str
     priority: Priority
     tokens: int  # of the prompt
@@ -34,20 +32,15 @@ class Waiting:
 
 @dataclass(slots=True)
 class _Line:
-    """What one tenant has waiting."""
-
     waiting: list[Waiting] = field(default_factory=list)  # by rank
     tokens: int = 0
     counts: defaultdict[Priority, int] = field(default_factory=lambda: defaultdict(int))
 
     def above(self, priority: Priority) -> int:
-        """How many are of at least this priority."""
         return sum(count for other, count in self.counts.items() if other >= priority)
 
 
 class FairQueue:
-    """All that wait, by tenant."""
-
     def __init__(self) -> None:
         self._lines: dict[str, _Line] = {}
         self._count = 0
@@ -57,7 +50,6 @@ class FairQueue:
         return self._count
 
     def add(self, one: Waiting, arrived_at: float) -> None:
-        """At its rank, which is given to it."""
         natural = arrived_at - AGING * one.priority
         line = self._lines.get(one.tenant)
         if line is None:
@@ -77,7 +69,6 @@ class FairQueue:
         self.tokens += one.tokens
 
     def remove(self, one: Waiting) -> None:
-        """It has its first token, or has gone."""
         line = self._lines[one.tenant]
         line.waiting.remove(one)
         line.tokens -= one.tokens
@@ -88,15 +79,15 @@ class FairQueue:
             del self._lines[one.tenant]
 
     def ahead(self, tenant: str, priority: Priority) -> int:
-        """How many go before one that comes now."""
+        """Returns how many would be served before a request that arrives now."""
         line = self._lines.get(tenant)
         own = 0 if line is None else line.above(priority)
         others = (min(own + 1, other.above(priority)) for other in self._lines.values() if other is not line)
         return own + sum(others)
 
     def longest(self, tenant: str, priority: Priority) -> Waiting | None:
-        """The newest, of the lowest priority, of the tenant that has most waiting, if it is to give way to one more of
-        this tenant; else the newest of its own background, if that is none."""
+        """Returns the newest generation of lowest priority of the tenant that has most waiting, if it must be evicted
+        for one more of this tenant; else the newest of this tenant's own background generations, if any."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
         if most is None:
@@ -108,8 +99,8 @@ class FairQueue:
         return next(iter(self._able(mine, Priority.BACKGROUND)), None)
 
     def heaviest(self, tenant: str, priority: Priority, tokens: int, room: int) -> list[Waiting]:
-        """Those of the tenant that has most prompt tokens waiting, if they are to give way to one more of so many of
-        this tenant: the newest first, until no more than `room` are there with it. Empty where that cannot be."""
+        """Returns generations of the tenant with most waiting prompt tokens, newest first, whose eviction leaves at
+        most `room` tokens including the new `tokens`. Empty where that is impossible."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: line.tokens, default=None)
         if most is None or most is mine:
@@ -127,13 +118,14 @@ class FairQueue:
 
     @staticmethod
     def _turn(other: _Line, own: int, priority: Priority) -> float:
-        """The rank just before what comes after that tenant's turn, where its own tenant has so many before it."""
+        """Returns the rank just before the one that follows the other tenant's turn, given `own` requests before it."""
         later = (one.rank for one in islice(other.waiting, own + 1, None) if one.priority <= priority)
         return next(later, float("inf")) - _JUST
 
     @staticmethod
     def _able(line: _Line, priority: Priority) -> list[Waiting]:
-        """Who can give way to one of this priority: the lowest first, and of each the newest."""
+        """Returns the generations that may be evicted for this priority: lowest priority first, newest first within
+        one."""
         able = [one for one in reversed(line.waiting) if one.evict is not None and one.priority <= priority]
         return sorted(able, key=lambda one: one.priority)
 

@@ -1,52 +1,49 @@
-"""How fast requests leave, and from it, when a caller who is refused should come back."""
+"""Measures how fast requests leave, and derives when a refused caller should retry."""
 
 from __future__ import annotations
 
 import random
 
 _SHORTEST_HINT = 0.1  # seconds
-_LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be foretold
+_LONGEST_HINT = 60.0  # seconds; what is further away than that cannot be predicted
 _SMOOTHING = 0.1  # weight of the newest measurement
 _STAYS_AHEAD = 10.0  # that those who were refused before are let pass
 _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
 
 
 class Departures:
-    """How often a slot becomes free while others wait for one."""
+    """Measures how often a slot becomes free while requests wait for one."""
 
     def __init__(self) -> None:
         self._mean = 0.0
         self._count = 0
         self._last: float | None = None
-        self._waited_since: float | None = None  # for the next departure; None: nobody waits
+        self._waited_since: float | None = None  # for the next departure; None: no request waits
 
     @property
     def interval(self) -> float:
-        """Seconds between two of them; 0 while too few were seen."""
+        """Seconds between two departures; 0 while too few were measured."""
         return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
 
     def expected_interval(self, now: float, stay: float, capacity: int) -> float:
-        """The same as a guess: with too few seen, from how long one is held. All slots may have been taken at
-        once: while nobody leaves, a stay is taken to be as long as that has lasted."""
+        """Returns the interval, guessed from how long a slot is held while too few were measured. All slots may have
+        been taken at once: while no request leaves, a stay is assumed to last as long as that has."""
         waited = 0.0 if self._waited_since is None else now - self._waited_since
         return max(self.interval or stay / capacity, waited / capacity)
 
     def arrival(self, now: float, saturated: bool) -> None:
-        """One more, who waits or not."""
         if saturated and self._waited_since is None:
             self._waited_since = now
 
     def departure(self, now: float, saturated: bool) -> None:
-        """One left. Only intervals during which somebody waited say anything."""
+        """Counts a departure. Only intervals during which a request waited are measured."""
         if saturated and self._last is not None:
             self._mean = smoothed(self._mean, now - self._last, first=self._count == 0)
             self._count += 1
         self._last = self._waited_since = now if saturated else None
 
 
-class Stay:
-    """How long requests are live."""
-
+class RequestDuration:
     def __init__(self, presumed: float = 0.0) -> None:
         self.mean = presumed  # seconds; what it is taken to be until one was seen
         self._seen = False
@@ -57,14 +54,15 @@ class Stay:
 
 
 class Returns:
-    """When those who were refused are to be back: one after another, as the queue has room. Told the same
-    time, they would meet again, and all but one be refused again."""
+    """Spreads the retry times of refused callers over the room that the queue will have. With one common time they
+    would arrive together and all but one be refused again."""
 
     def __init__(self) -> None:
-        self._last = 0.0  # of those told so far, on the caller's clock
+        self._last = 0.0  # of the latest hint, on the caller's clock
 
     def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
-        """Seconds until the next one is to come. Not everybody does, so nobody is told to wait for ten stays more."""
+        """Returns the seconds until the next retry. Not every caller retries, so none waits for more than ten further
+        stays."""
         latest = queue_time + _STAYS_AHEAD * stay
         self._last = max(self._last, now + queue_time - interval) + interval
         self._last = min(self._last, now + latest)
@@ -72,11 +70,11 @@ class Returns:
 
 
 def retry_hint(queue_time: float) -> float:
-    """Seconds, for a caller who finds a queue that takes `queue_time` to pass: some time in its second half, so that
-    those who are refused do not return at once, and the queue is not empty before they do."""
+    """Returns seconds for a caller that finds a queue of `queue_time`: somewhere in its second half, so that refused
+    callers do not return at once and the queue does not run empty."""
     return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
 
 
 def smoothed(mean: float, newest: float, first: bool) -> float:
-    """The mean of many, the newest of which weighs a tenth."""
+    """Returns the mean with a weight of a tenth for the newest value."""
     return newest if first else mean + _SMOOTHING * (newest - mean)

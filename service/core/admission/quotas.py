@@ -1,8 +1,8 @@
-"""Tokens that a tenant may use: a bucket each, filled at the rate of the quota.
+"""Limits the tokens that a tenant may use with one bucket each, filled at the rate of the quota.
 
-What the engine is given and what it answers is taken out as it happens; what caches answer costs nothing. A request
-begins while the bucket has more than live ones are expected to take, and then runs to its end: so the bucket may fall
-below zero, and nothing begins until it is paid back. What is expected of a request is what the tenant's took so far.
+Tokens fed and generated are taken as they occur; answers from caches cost nothing. A request begins while the bucket
+has more than live requests are expected to take, and then runs to its end: so the bucket may fall below zero, and
+nothing begins until it is repaid. The expectation is what the tenant's requests took so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MANY = 4096  # accounts; beyond it, those are forgotten that are as if they wer
 
 
 class Bill:
-    """What one request takes. Leaving the `with` block says that it has ended; what runs on for others is charged
+    """Charges one request. Leaving the `with` block marks its end; a generation that continues for others is charged
     nonetheless."""
 
     __slots__ = ("_account", "_expected", "_taken")
@@ -47,7 +47,6 @@ class Bill:
             self._expected = 0.0
 
     def charge(self, tokens: int) -> None:
-        """So many more were fed or generated."""
         if self._account is not None:
             held = min(self._expected, tokens)
             self._expected -= held
@@ -59,7 +58,7 @@ FREE = Bill()
 
 
 class Account:
-    """One tenant's bucket in this server, which keeps to the whole quota whatever other servers do."""
+    """One tenant's bucket in this server. It enforces the whole quota even if other servers do too."""
 
     def __init__(self, policy: TenantPolicy, shared: SharedQuota | None, clock: Callable[[], float]) -> None:
         self.shared = shared
@@ -70,7 +69,7 @@ class Account:
         self._mean: float | None = None  # tokens of a request
 
     async def open(self, size: BucketSize) -> tuple[Bill, float]:
-        """A bill, and how many tokens there were too few for it; where there were, it is a free one."""
+        """Returns a bill, and how many tokens were lacking; where any were, the bill is free."""
         more = _FIRST_GUESS * min(size.most, 60 * size.per_second) if self._mean is None else self._mean
         lacking = self._lacking(size)
         if not lacking and self.shared is not None:
@@ -81,25 +80,25 @@ class Account:
         return Bill(self, more), 0.0
 
     def left(self, size: BucketSize) -> float:
-        """Tokens in the bucket; negative: to be paid back."""
+        """Tokens in the bucket; negative where tokens must be repaid."""
         now = self._clock()
         self._level = min(size.most, self._level + size.per_second * (now - self._filled_at))
         self._filled_at = now
         return self._level
 
     def idle(self, size: BucketSize) -> bool:
-        """Whether it is as if it were new."""
+        """Whether forgetting the account loses nothing."""
         return not self._held and self.left(size) >= size.most and (self.shared is None or self.shared.idle)
 
     def charge(self, tokens: int, held: float) -> None:
-        """`held` of them were held for the request."""
+        """Charges tokens; `held` of them were reserved for the request."""
         self._level -= tokens
         if self.shared is not None:
             self.shared.used(tokens)
         self._hold(-held)
 
     def release(self, held: float, taken: int) -> None:
-        """A request has ended that took so many; nothing is held for it any more."""
+        """Releases what is still reserved for a request that has ended and took `taken`."""
         if taken:
             self._mean = smoothed(self._mean or 0.0, taken, first=self._mean is None)
         self._hold(-held)
@@ -115,8 +114,6 @@ class Account:
 
 
 class Quotas:
-    """The accounts of all tenants."""
-
     def __init__(
         self,
         source: PolicySource | None = None,
@@ -131,11 +128,10 @@ class Quotas:
         self._accounts: dict[str, Account] = {}
 
     def policy(self, tenant: str) -> TenantPolicy:
-        """As of now."""
         return self._source.policies().of(tenant)
 
     async def open(self, tenant: str) -> Bill:
-        """For one request. Raises Overloaded."""
+        """Opens the bill of a request. Raises Overloaded."""
         size = _size(self.policy(tenant))
         if size is None:
             return FREE
@@ -147,7 +143,7 @@ class Quotas:
         return bill
 
     def left(self, tenant: str) -> float | None:
-        """Tokens that this server would still let it use; None: any number."""
+        """Tokens that this server would still let the tenant use; None without a limit."""
         size, account = _size(self.policy(tenant)), self._accounts.get(tenant)
         if size is None:
             return None
@@ -155,16 +151,13 @@ class Quotas:
 
     @property
     def in_metrics(self) -> tuple[str, ...]:
-        """Tenants that the operator wants named there."""
         return self._source.policies().in_metrics
 
     @property
     def breakers(self) -> dict[str, str]:
-        """Of the connection to what other servers draw on too."""
         return {} if self._buckets is None else {name: state.value for name, state in self._buckets.states.items()}
 
     def reload(self) -> None:
-        """Reads the policies again, soon."""
         self._source.reload()
 
     async def aclose(self) -> None:

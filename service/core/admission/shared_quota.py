@@ -1,9 +1,8 @@
-"""One tenant's share of a quota that several servers draw on.
+"""Holds one tenant's share of a quota that several servers draw on.
 
-A round trip for each request would be too dear, so a server borrows tokens ahead: about a hundredth of the quota, and
-what its live requests are expected to take. It uses nothing it has not borrowed, but for what answers turn out to take
-beyond that, which is paid with the next loan. So servers together exceed a quota by what they are surprised by, and
-not by a multiple of it.
+A round trip per request would cost too much, so a server borrows tokens ahead: about a hundredth of the quota, and what
+its live requests are expected to take. It uses nothing else, but for answers that exceed the expectation, which the
+next loan repays. So servers together exceed a quota only by misjudged answers, never by a multiple of it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from cache.api import BucketSize, SharedBuckets, StoreFault
 
 _SHARE = 0.01  # of the quota, borrowed beyond what is expected
-_PAUSE = 0.05  # seconds between loans that nobody waits for
+_PAUSE = 0.05  # seconds between loans that no request waits for
 _LAPSE = 60.0  # seconds after which tokens that were borrowed and not used have lapsed
 _FAULT = 1.0  # seconds without loans after the store failed
 _SHORTEST_EMPTY = 0.01  # seconds until an empty bucket is asked again
@@ -22,7 +21,7 @@ _LONGEST_EMPTY = 1.0  # the same: by then the file may allow more, or another se
 
 
 class SharedQuota:
-    """Tokens that this server has borrowed. Belongs to one event loop."""
+    """Tokens that this server has borrowed. Used from one event loop."""
 
     def __init__(self, tenant: str, buckets: SharedBuckets, clock: Callable[[], float]) -> None:
         self._tenant = tenant
@@ -42,12 +41,12 @@ class SharedQuota:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is lost if it is forgotten."""
+        """Whether forgetting it loses nothing."""
         return self._loan is None and self._timer is None and self._credit >= 0
 
     async def lacking(self, size: BucketSize, more: float) -> float:
-        """How many tokens there are too few for one more request: 0 where it may begin, or where the store does not
-        answer in time. It is expected to take `more`, which the caller has to note at once with `expect`."""
+        """Returns how many tokens are lacking for one more request: 0 where it may begin, or where the store does not
+        answer in time. It is expected to take `more`, which the caller must record at once with `expect`."""
         self._size = size
         self._spare = max(1.0, _SHARE * min(size.most, 60 * size.per_second))
         until = self._clock() + self._buckets.budget
@@ -63,24 +62,23 @@ class SharedQuota:
             self._coming -= more
 
     def expect(self, tokens: float) -> None:
-        """What live requests are still to take."""
+        """Adds to what live requests are still expected to take."""
         self._expected = tokens
         self._soon()
 
     def used(self, tokens: float) -> None:
-        """So many were used. While the store is down, they count in the server's own bucket alone."""
+        """Records use. While the store is down, tokens count in the server's own bucket alone."""
         if not self._down_until or self._clock() >= self._down_until:
             self._credit -= tokens
 
     def close(self) -> None:
-        """Borrows no more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._loan is not None:
             self._loan.cancel()
 
     def _lacking(self) -> float | None:
-        """See `lacking`. None: a loan is needed first."""
+        """Implements `lacking`. None: a loan is needed first."""
         now = self._clock()
         if now < self._down_until:
             return 0.0

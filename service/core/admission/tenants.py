@@ -1,4 +1,4 @@
-"""What each tenant may use."""
+"""Describes what each tenant may use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRIORITIES: Mapping[str, Priority] = {one.name.lower(): one for one in Priority}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPolicy:
-    """One entry of the tenants file; as it stands here, no limits at all."""
+    """One entry of the tenants file. The defaults set no limits."""
 
     tokens_per_minute: int | None = None  # of prompts and answers; None: no quota
     burst: int | None = None  # tokens that can be saved up; None: a minute's
@@ -29,14 +29,11 @@ class TenantPolicy:
 
 @dataclass(frozen=True, slots=True)
 class TenantPolicies:
-    """A whole tenants file."""
-
     named: Mapping[str, TenantPolicy] = field(default_factory=dict)
     others: TenantPolicy = TenantPolicy()  # of tenants that are not named
 
     @property
     def in_metrics(self) -> tuple[str, ...]:
-        """Tenants that the operator wants named there."""
         return tuple(tenant for tenant, policy in self.named.items() if policy.metrics)
 
     def of(self, tenant: str) -> TenantPolicy:
@@ -44,17 +41,15 @@ class TenantPolicies:
 
 
 class PolicySource(Protocol):
-    """Where policies stand."""
-
     def policies(self) -> TenantPolicies:
-        """As of now."""
+        pass
 
     def reload(self) -> None:
-        """Reads them again, soon."""
+        pass
 
 
 class NoPolicies:
-    """Nobody is limited."""
+    """Provides policies without any limit."""
 
     def __init__(self) -> None:
         self._none = TenantPolicies()
@@ -63,4 +58,4 @@ class NoPolicies:
         return self._none
 
     def reload(self) -> None:
-        """There is nothing to be read."""
+        pass

@@ -1,1 +1,1 @@
-"""Where an answer comes from: a cache, a generation that others read along, or the engine."""
+"""Obtains an answer from a cache, a generation that is shared, or the engine."""

@@ -1,6 +1,5 @@
-"""The caches as the front uses them: opened for the model that the engine has, asked in order, and told what was
-generated. Owns what goes on beside requests: learning, storing, auditing.
-"""
+"""Opens the caches for the engine's model, asks them in order, and gives them what was generated. Owns what runs beside
+requests: learning, storing, auditing."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _EXTRA = "in a checkout pip install -e '.[embed]', for a wheel pip install 'FILE
 
 
 def checked(options: CacheOptions) -> CacheOptions:
-    """The options, without the semantic cache where its parts are not installed and nobody insists on it. Raises
-    BadSettings for what can never work."""
+    """Returns the options, without the semantic cache where its parts are not installed and the settings do not require
+    it. Raises BadSettings for options that can never work."""
     if options.key_file is not None:
         try:
             check_key_file(options.key_file)
@@ -62,18 +61,18 @@ def _check_redis(options: CacheOptions) -> None:
 
 
 class AnswerCaches:
-    """The caches of the model that is served now: another model, or another version of it, has others."""
+    """Holds the caches of the current model; another model or version has others."""
 
     def __init__(
         self,
         options: CacheOptions,
         engine: Engine,
         tokenizer_digest: str,
-        wished: Mode | None = None,  # of the semantic cache, if `options` have another, for want of packages
+        wanted_mode: Mode | None = None,  # of the semantic cache, if `options` have another, for want of packages
     ) -> None:
         self.counters = Counters()
         self.semantic_mode = options.semantic.mode
-        self._lacking = wished not in (None, options.semantic.mode)
+        self._lacking = wanted_mode not in (None, options.semantic.mode)
         self._settings = options.front()
         self._engine = engine
         self._tokenizer = tokenizer_digest
@@ -81,7 +80,7 @@ class AnswerCaches:
         self._beside: set[asyncio.Task[None]] = set()
 
     def now(self) -> Caches | None:
-        """None until the engine was ready once."""
+        """Returns None until the engine was ready once."""
         info = self._engine.info
         if info is None:
             return None
@@ -89,11 +88,11 @@ class AnswerCaches:
             self._open = self._opened(info)
         return self._open[2]
 
-    def change(self, options: CacheOptions, wished: Mode | None = None) -> None:
+    def change(self, options: CacheOptions, wanted_mode: Mode | None = None) -> None:
         """Takes over what can change while requests are served: how long answers are kept, and the semantic cache's
         mode and bounds."""
         semantic, now = options.front().semantic, self._settings
-        self._lacking = wished not in (None, semantic.mode)
+        self._lacking = wanted_mode not in (None, semantic.mode)
         self.semantic_mode = semantic.mode
         self._settings = replace(
             now,
@@ -104,37 +103,34 @@ class AnswerCaches:
             self._open[2].change(self._settings)
 
     def unused(self) -> dict[str, str]:
-        """Why a cache that is turned on does nothing now, by the name of its switch."""
+        """Returns why a cache that is turned on does nothing now, keyed by the name of its switch."""
         reason = "" if self._open is None else self._open[2].why_no_semantic
         if self.semantic_mode is Mode.OFF:
             reason = f"it lacks packages: {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
         return {"semantic_cache": reason} if reason else {}
 
     def buckets(self) -> SharedBuckets | None:
-        """For quotas, in the same Redis; None without one."""
+        """Buckets for quotas in the same Redis; None without Redis."""
         return open_buckets(self._settings, self.counters)
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """What the caches did since the start, the engine's shared tier since the engine's."""
+        """Counts of the caches since the start, and of the shared tier since the engine's start."""
         return {**self.counters.counts(), **{(event, label): count for event, label, count in self._tier.counts}}
 
     def times(self) -> dict[str, Times]:
-        """How long it took."""
         tier = {event: Times(buckets, total) for event, buckets, total in self._tier.times}
         return {**self.counters.times(), **tier}
 
     def named_counts(self) -> dict[str, int]:
-        """What the caches did, by one name each."""
         counts = self.counts()
         return {f"{event}.{label}" if label else event: count for (event, label), count in sorted(counts.items())}
 
     def breakers(self) -> dict[str, str]:
-        """How each connection to the store does."""
         ours = {} if self._open is None else {name: state.value for name, state in self._open[2].states.items()}
         return ours | dict(self._tier.breakers)
 
     def held(self) -> dict[str, int]:
-        """Bytes in this process, by what holds them."""
+        """Bytes held in this process, by holder."""
         return {} if self._open is None else self._open[2].held
 
     def beside(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
@@ -147,7 +143,6 @@ class AnswerCaches:
         task.add_done_callback(self._ended)
 
     async def aclose(self) -> None:
-        """Ends what runs beside, and the caches."""
         for task in self._beside:
             task.cancel()
         if self._beside:

@@ -1,10 +1,10 @@
 """Cuts an answer into messages: how many tokens one holds, how long one may wait, and that only one is sent at a time.
 
-What a message looks like on the wire is the protocol's business: it gives an `Outlet`.
+The protocol provides an `Outlet`, which knows the wire's form.
 
-A message costs a front several times what a token does. So who asked for no certain size gets each token at once while
-few are served. While many are, a token waits for others of its stream, the longer the more streams there are, and a
-message holds all that has come by its turn.
+A message costs a front several times what a token does. So a caller that sets no size gets each token at once while few
+streams run. While many do, a token waits for others of its stream, longer with more streams, and a message holds all
+that has arrived by its turn.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _WHOLE = Delivery(1024, 0.1)
 _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is for nothing
 
 
-def company(streams: int, most: float, stormed: bool) -> float:
-    """Seconds that a token waits for others of its stream while so many run, `most` at most: all together send ten
-    thousand messages a second and no more, which is what a front can do; a quarter of that while it is `stormed`."""
+def coalescing_delay(streams: int, most: float, stormed: bool) -> float:
+    """Returns the seconds that a token waits for others of its stream, `most` at most: all streams together send at
+    most ten thousand messages a second, which a front can manage, and a quarter of that while it is `stormed`."""
     if streams <= MANY:
         return 0.0
     return min(most, min(_LONGEST, _A_STREAM * streams) * (_STORMED if stormed else 1))
 
 
 class AnswerMessage(msgspec.Struct):
-    """One message of an answer. Ids are there if they or their log-probabilities are to be sent. A struct, since it is
-    made in less than half of a named tuple's time."""
+    """One message of an answer. Ids are present if they or their log-probabilities are to be sent. A struct, since a
+    named tuple takes twice as long to make."""
 
     text: str
     token_ids: Sequence[int]
@@ -56,32 +56,29 @@ class AnswerMessage(msgspec.Struct):
 
 
 class Outlet(Protocol):
-    """The caller's end of one call."""
-
     async def begin(self, prompt: PromptFacts) -> None:
-        """Called once, when there is something to send: headers leave, and nobody else can be asked any more."""
+        """Is called once, before the first message: headers leave, and no other server can be asked any more."""
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
-        """Done once the transport has taken it, so that a slow reader slows the answer. One at a time."""
+        """Returns once the transport has taken the message, so that a slow reader slows the answer. Called one at a
+        time."""
 
 
 class Sink(Protocol):
-    """Takes an answer piece by piece."""
-
     @property
     def batch(self) -> Delivery:
-        """How many tokens, or how old a first one, it takes to wake the reader of the engine's stream."""
+        """Returns how many tokens, or which age of the first one, wake the reader of the engine's stream."""
 
     @property
     def limit(self) -> int:
-        """Tokens of which a message may be sure to hold no more. Parts of more than that have cuts."""
+        """Tokens that a message never exceeds. Larger parts have cuts."""
 
     @property
     def room(self) -> int:
         """Tokens that may be added before the next flush."""
 
     async def begin(self, prompt: PromptFacts) -> None:
-        """The first part has come."""
+        pass
 
     async def score(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Takes log-probabilities of the prompt's next tokens, before any piece."""
@@ -96,11 +93,11 @@ class Sink(Protocol):
         """Sends the last message: what is left, and the ending."""
 
     def close(self) -> None:
-        """Nothing is sent from now on."""
+        pass
 
 
 class Whole:
-    """The one message of a unary answer. Headers come with it, since until then another server could be asked."""
+    """Sends the one message of a unary answer. Headers come with it, since until then another server could be asked."""
 
     def __init__(self, outlet: Outlet, request: Request) -> None:
         self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
@@ -152,17 +149,15 @@ class Whole:
 
 
 class Messages:
-    """The messages of a streamed answer."""
-
     def __init__(self, outlet: Outlet, request: Request, gather: bool, live: Callable[[], int]) -> None:
         """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill.
         `live`: how many requests there are."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
-        self.batch = Delivery(1, 0.0, request.delivery.company) if stops else request.delivery
+        self.batch = Delivery(1, 0.0, request.delivery.coalescing_delay) if stops else request.delivery
         self._outlet = outlet
         self.limit = request.delivery.max_tokens
-        self._sized = request.delivery.company is None
+        self._sized = request.delivery.coalescing_delay is None
         self._live = live
         self._delay = request.delivery.max_delay if stops or gather else 0.0
         self._keep_ids = _sends_ids(request)
@@ -227,7 +222,7 @@ class Messages:
     def close(self) -> None:
         self._stop_timer()
         if self._late is not None and not self._late.cancel() and not self._late.cancelled():
-            self._late.exception()  # the reader went away while it was sent; nobody else needs to know
+            self._late.exception()  # the reader went away while it was sent, which affects no one else
 
     def _take(self, ending: Ending | None) -> AnswerMessage:
         message = AnswerMessage(self._text, self._ids, self._logprobs, self._prompt, ending)

@@ -1,4 +1,4 @@
-"""An answer that is generated for this request: token ids become text here, once, whoever reads it."""
+"""Generates the answer for this request. Token ids become text here, once, however many readers there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 from msgspec.structs import replace
 
-from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, LeaderRefused
 from engine.api import (
     Engine,
     Finish,
@@ -30,11 +30,11 @@ from service.core.text import Detokenizer
 
 # Calls what it is given when its request has waited for too long.
 Patience = Callable[[Callable[[Overloaded], None]], asyncio.TimerHandle | None]
-Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: nobody is charged
+Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: no quota is charged
 
 
 class EngineAnswer:
-    """Implements `cache.api.Generation`, and `AnswerSource` for a request whose answer nobody else reads.
+    """Implements `cache.api.Generation`, and `AnswerSource` for a request with a single reader.
 
     Takes an admission slot when it begins, and gives it back with its ending, when it is closed, or when it is refused
     while it waits.
@@ -50,7 +50,7 @@ class EngineAnswer:
         whole: Callable[[CachedCompletion], None] | None = None,
         charge: Charge = None,
         patience: Patience | None = None,
-        company: Callable[[float], float] | None = None,
+        coalescing_delay: Callable[[float], float] | None = None,
     ) -> None:
         self.submitted_at: float | None = None
         self.start: Start | None = None
@@ -67,7 +67,9 @@ class EngineAnswer:
         self._whole = whole  # is given the answer when it is complete
         self._charge = charge
         self._patience = patience  # of its reader; None: those who read it have each their own
-        self._company = company  # seconds that tokens wait for each other, of so many at most; None: they do not
+        self._coalescing_delay = (
+            coalescing_delay  # seconds that tokens wait for each other, given the most; None: they do not
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
@@ -100,7 +102,7 @@ class EngineAnswer:
         return stream
 
     async def __aenter__(self) -> EngineAnswer:
-        """For the one reader of an answer that nobody else reads. Raises as `begin`."""
+        """Begins the answer for its single reader. Raises as `begin`."""
         try:
             self.begin()
         except BaseException:
@@ -118,9 +120,9 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
-        if self._company is not None and self._count:  # the first tokens wait for nobody
-            watched = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
-            delay = 0.0 if watched else self._company(self._batch.company or 0.0)
+        if self._coalescing_delay is not None and self._count:  # the first tokens are never delayed
+            interactive = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
+            delay = 0.0 if interactive else self._coalescing_delay(self._batch.coalescing_delay or 0.0)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()
@@ -158,13 +160,13 @@ class EngineAnswer:
             self._slot.start()
 
     def abort(self, reason: str) -> None:
-        """The reader gets Aborted."""
         if self._stream is not None:
             self._stream.abort(reason)
 
     def refuse(self, error: Overloaded) -> None:
-        """Its place goes to somebody else, at once; the reader gets the error, one who reads for others as Refused."""
-        self._refusal = Refused(error) if self._patience is None else error
+        """Gives the slot up for another request at once. The reader gets the error, the leader of a shared generation
+        as LeaderRefused."""
+        self._refusal = LeaderRefused(error) if self._patience is None else error
         self.abort("")
         self._leave()
 
@@ -199,7 +201,8 @@ class EngineAnswer:
         return AnswerPart(ids, text, None, cuts)
 
     def _last(self, ids: tuple[int, ...], finish: Finish) -> AnswerPart:
-        """The engine's last event. The id of a stop token is part of the answer; its text is not, unless asked for."""
+        """Returns the part of the engine's last event. A stop token's id is part of the answer; its text is not, unless
+        requested."""
         text = ""
         cuts: tuple[int, ...] = ()
         detokenizer = self._detokenizer

@@ -1,38 +1,34 @@
-"""Forgetting what the caches have, on an operator's word."""
+"""Drops cached answers at an operator's request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cache.api import Kind, StoreFault
+from cache.api import EntryKind, StoreFault
 from cache.open.caches import Caches
 from engine.errors import EngineUnavailable
 from service.core.answers.caches import AnswerCaches
 from service.core.errors import CacheUnavailable
 
-ANSWERS = (Kind.RESPONSE, Kind.SEMANTIC)
+ANSWERS = (EntryKind.RESPONSE, EntryKind.SEMANTIC)
 _RETRY = 1.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """What to forget."""
-
     tenant: str  # empty: everybody's
-    kinds: tuple[Kind, ...]  # empty: all that belongs to a tenant
+    kinds: tuple[EntryKind, ...]  # empty: all that belongs to a tenant
     entry_id: str  # empty: all
 
 
 class Flusher:
-    """Forgets."""
-
     def __init__(self, caches: AnswerCaches, tenants: Callable[[], Iterable[str]]) -> None:
         self._caches = caches
         self._tenants = tenants
 
     async def flush(self, what: Flush) -> int:
-        """How many answers were dropped. Raises CacheUnavailable, after which something may be left."""
+        """Returns how many answers were dropped. Raises CacheUnavailable, after which some may be left."""
         caches = self._caches.now()
         if caches is None:
             raise EngineUnavailable("the engine is loading", _RETRY)

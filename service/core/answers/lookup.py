@@ -1,4 +1,4 @@
-"""Where an answer comes from: the response cache, the semantic cache, a generation shared with others who ask the same,
+"""Chooses the source of an answer: the response cache, the semantic cache, a generation shared with identical requests,
 or the engine alone.
 
 x-cache: `hit-response`, `hit-semantic`; `miss`, asked in vain; `bypass`, two generations may differ or
@@ -19,20 +19,30 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from cache.api import LINGER, Allowance, AnswerPart, CachedCompletion, Mode, Question, Refused, SemanticLookup, Turn
+from cache.api import (
+    LINGER,
+    Allowance,
+    AnswerPart,
+    CachedCompletion,
+    LeaderRefused,
+    Mode,
+    Question,
+    SemanticLookup,
+    SemanticTurn,
+)
 from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority
 from engine.errors import DeadlineExceeded, EngineError
 from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.delivery import company
+from service.core.answers.delivery import coalescing_delay
 from service.core.answers.engine_answer import Charge, EngineAnswer, Patience
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
 from service.core.model import ServedModel
 from service.core.request import Access, CacheOutcome, CacheSource, Delivery, Origin, Request
-from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, Switches
+from service.core.switches import RESPONSE_CACHE, SEMANTIC_CACHE, OptimizationSwitches
 from service.observability.record import RecordBuilder
 
 _NO = Access(False, False)
@@ -44,52 +54,50 @@ MakeRequest = Callable[[bytes, bool], GenerationRequest]  # of a prefix root, an
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What a request does with the caches."""
-
+class CachePlan:
     caches: Caches
     allowance: Allowance
     question: Question
-    turn: Turn | None
+    turn: SemanticTurn | None
     response: Access
     semantic: Access  # neither where there is no turn
 
     @property
     def learns(self) -> bool:
-        """Whether its answer is of use to the caches."""
         return self.response.write or self.semantic != _NO
 
 
-class Findings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the caches have for a request, and what the engine would be asked otherwise."""
+class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of the caches for a request, and the request that the engine would get otherwise."""
 
     request: Request
     engine_request: GenerationRequest
     outcome: CacheOutcome
-    plan: Plan | None = None  # None: the caches are not used
+    plan: CachePlan | None = None  # None: the caches are not used
     hit: CachedCompletion | None = None
     similar: SemanticLookup | None = None
     shared: bool = False  # others who ask the same read the same generation
 
     @property
     def gather(self) -> bool:
-        """Whether parts come as small as they were stored or shared, so that messages have to be filled from them."""
+        """Whether parts arrive as small as they were stored or shared, so that messages must gather them."""
         return self.shared or self.hit is not None
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Led:
-    """What others read along with: one call's generation."""
-
     answer: EngineAnswer
     record: RecordBuilder
 
 
 class AnswerSources:
-    """Finds answers, or has them generated."""
-
     def __init__(
-        self, model: ServedModel, engine: Engine, caches: AnswerCaches, switches: Switches, slots: AdmissionSlots
+        self,
+        model: ServedModel,
+        engine: Engine,
+        caches: AnswerCaches,
+        switches: OptimizationSwitches,
+        slots: AdmissionSlots,
     ) -> None:
         self._model = model
         self._slots = slots
@@ -100,45 +108,44 @@ class AnswerSources:
 
     @property
     def semantic(self) -> bool:
-        """Whether there is a semantic cache."""
         return self._caches.semantic_mode is not Mode.OFF
 
     def may_know(self, request: Request) -> bool:
-        """Whether a cache may have the answer, or somebody else be generating it."""
+        """Whether a cache may have the answer, or another request be generating it."""
         accesses = (
             self._access(request.cache.response, RESPONSE_CACHE),
             self._access(request.cache.semantic, SEMANTIC_CACHE),
         )
         return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> Findings:
+    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> CacheFindings:
         """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            return Findings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
+            return CacheFindings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(origin.tenant, allowance)
-        # Without a partition nobody can say whose keys and values these are.
+        # Without a partition the owner of these keys and values is unknown.
         bypass_prefix = request.cache.bypass_prefix or partition is None
         engine_request = make((partition or "").encode(), bypass_prefix)
         response = self._access(request.cache.response, RESPONSE_CACHE)
         semantic = self._access(request.cache.semantic, SEMANTIC_CACHE)
         if response == semantic == _NO or not cacheable(request):
             outcome = CacheOutcome(header="off" if response == semantic == _NO else "bypass")
-            return Findings(request=request, engine_request=engine_request, outcome=outcome)
+            return CacheFindings(request=request, engine_request=engine_request, outcome=outcome)
         question = question_of(request, engine_request, origin.tenant)
-        wished = request.cache.semantic is not None
-        turn = None if semantic == _NO else turn_of(request, question, origin.caller, wished)
-        plan = Plan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
+        named = request.cache.semantic is not None
+        turn = None if semantic == _NO else turn_of(request, question, origin.caller, named)
+        plan = CachePlan(caches, allowance, question, turn, response, _NO if turn is None else semantic)
         return await self._ask_caches(request, engine_request, plan, begun)
 
     def open(
-        self, found: Findings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
+        self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
-        """The answer, for a reader whose messages take `limit` tokens. What is generated for it is charged. Leaving
-        the block lets go of it. Entering raises DeadlineExceeded or Overloaded where it would have to
-        be generated and there is no slot."""
+        """Opens the answer for a reader whose messages hold `limit` tokens. What is generated for it is charged.
+        Leaving the block releases it. Entering raises DeadlineExceeded or Overloaded where it must be generated and
+        there is no slot."""
         if found.hit is not None:
             return self._stored(found, found.hit, origin, limit)
         if found.plan is not None and found.shared:
@@ -149,7 +156,7 @@ class AnswerSources:
 
     @asynccontextmanager
     async def _stored(
-        self, found: Findings, hit: CachedCompletion, origin: Origin, limit: int
+        self, found: CacheFindings, hit: CachedCompletion, origin: Origin, limit: int
     ) -> AsyncIterator[AnswerSource]:
         marked = bool(self._model.marks(found.request))
         detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, hit, limit, marked) else None
@@ -161,7 +168,7 @@ class AnswerSources:
 
     @asynccontextmanager
     async def _shared(
-        self, found: Findings, plan: Plan, origin: Origin, batch: Delivery, charge: Charge
+        self, found: CacheFindings, plan: CachePlan, origin: Origin, batch: Delivery, charge: Charge
     ) -> AsyncIterator[AnswerSource]:
         if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
             self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
@@ -176,14 +183,14 @@ class AnswerSources:
             yield source
 
     def _lead(self, question: Question, led: Led) -> EngineAnswer:
-        """From here on others may read this call's generation, also when it has just ended."""
+        """Publishes this call's generation, so that others may read it, even after it has ended."""
         led.record.span()
         self._leading[question] = led
         return led.answer
 
     def _generated(
         self,
-        found: Findings,
+        found: CacheFindings,
         engine_request: GenerationRequest,
         batch: Delivery,
         take_slot: TakeSlot,
@@ -208,11 +215,11 @@ class AnswerSources:
             learn if learns else None,
             charge,
             patience,
-            self._company if batch.company is not None else None,
+            self._coalescing_delay if batch.coalescing_delay is not None else None,
         )
 
-    def _company(self, most: float) -> float:
-        return company(self._slots.running, most, self._slots.stormed)
+    def _coalescing_delay(self, most: float) -> float:
+        return coalescing_delay(self._slots.running, most, self._slots.stormed)
 
     def _patience(self, origin: Origin) -> Patience:
         return partial(self._slots.patience, origin.arrived_at)
@@ -226,7 +233,7 @@ class AnswerSources:
         try:
             return self._take_slot(request, origin)
         except (DeadlineExceeded, Overloaded) as error:
-            raise Refused(error) from None
+            raise LeaderRefused(error) from None
 
     def _access(self, asked: Access | None, switch: str) -> Access:
         if not self._switches.on(switch):
@@ -236,10 +243,10 @@ class AnswerSources:
         return _BOTH if asked is None else asked
 
     async def _ask_caches(
-        self, request: Request, engine_request: GenerationRequest, plan: Plan, begun: float
-    ) -> Findings:
-        def findings(outcome: CacheOutcome, **found: Any) -> Findings:
-            return Findings(request=request, engine_request=engine_request, outcome=outcome, plan=plan, **found)
+        self, request: Request, engine_request: GenerationRequest, plan: CachePlan, begun: float
+    ) -> CacheFindings:
+        def findings(outcome: CacheOutcome, **found: Any) -> CacheFindings:
+            return CacheFindings(request=request, engine_request=engine_request, outcome=outcome, plan=plan, **found)
 
         asked = plan.response.read or plan.semantic.read
         serves = self._caches.semantic_mode is Mode.ON and plan.semantic.read
@@ -266,8 +273,9 @@ class AnswerSources:
         outcome = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
         return findings(outcome, similar=similar, shared=plan.learns and _shareable(request, plan))
 
-    async def _learn(self, plan: Plan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
-        """Off the request's path: stores the answer, and lets the semantic cache see what it would have said."""
+    async def _learn(self, plan: CachePlan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
+        """Stores the answer off the request's path, and lets the semantic cache compare it with what it would have
+        answered."""
         if plan.response.write:
             await plan.caches.responses.put(plan.question, whole)
         semantic = plan.caches.semantic
@@ -281,7 +289,7 @@ class AnswerSources:
             await semantic.put(plan.turn, whole)
 
     async def _audit(
-        self, request: Request, plan: Plan, engine_request: GenerationRequest, similar: SemanticLookup
+        self, request: Request, plan: CachePlan, engine_request: GenerationRequest, similar: SemanticLookup
     ) -> None:
         """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
         semantic, turn, counters = plan.caches.semantic, plan.turn, self._caches.counters
@@ -303,7 +311,7 @@ class AnswerSources:
         try:
             while (await answer.next()).ending is None:
                 pass
-        except (EngineError, Overloaded, Refused):
+        except (EngineError, Overloaded, LeaderRefused):
             counters.count("semantic_audit", "failed")
         finally:
             answer.close()
@@ -319,7 +327,7 @@ async def _reading(
     deadline: float | None,
     patience: Patience | None = None,
 ) -> AsyncIterator[SharedAnswer]:
-    """An answer that is under way: callers that are refused must not have been sent headers, or they do not retry."""
+    """Opens a shared answer. Refused callers must not have received headers, or they do not retry."""
     answer = SharedAnswer(parts, own, deadline, patience)
     try:
         await answer.opened()
@@ -328,25 +336,27 @@ async def _reading(
         answer.close()
 
 
-def _shareable(request: Request, plan: Plan) -> bool:
-    """Whether this request's generation would do for others who ask the same, and theirs for it."""
+def _shareable(request: Request, plan: CachePlan) -> bool:
+    """Whether this request and identical ones may share a generation."""
     own_way = request.time_budget is not None or request.cache.bypass_prefix
     fresh = request.cache.max_age is not None and request.cache.max_age < LINGER
     return plan.response == _BOTH and not own_way and not fresh
 
 
-def _needs_cuts(found: Findings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
+def _needs_cuts(found: CacheFindings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
     """Whether a stored part may have to be cut, for messages of at most `limit` tokens, or for `marks` in its text."""
     sizes = [len(part.token_ids) for part in hit.parts]
     return found.request.output.text and (marks or limit < sum(sizes)) and max(sizes) > 1
 
 
 def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
-    return Delivery(min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.company)
+    return Delivery(
+        min(batch.max_tokens, than.max_tokens), min(batch.max_delay, than.max_delay), batch.coalescing_delay
+    )
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:
-    """The same, belonging to nobody: those who read it leave when their own time is over."""
+    """Returns the request without a deadline: readers leave when their own time is over."""
     name = f"{request.request_id}+{secrets.token_hex(4)}"
     return replace(request, request_id=name, deadline=None, expires_at=None)
 

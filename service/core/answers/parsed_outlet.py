@@ -14,7 +14,7 @@ from service.core.request import PromptFacts
 
 
 class ParsedOutlet:
-    """An outlet. A message of which everything is held back is not sent, unless it has ids."""
+    """An outlet that parses the text. A message that is withheld entirely is not sent, unless it has ids."""
 
     def __init__(self, outlet: Outlet, parser: AnswerParser) -> None:
         self._outlet = outlet
@@ -39,7 +39,7 @@ class ParsedOutlet:
 
 
 def with_marks(part: AnswerPart, marks: Mapping[int, str]) -> AnswerPart:
-    """The part with marks in its text where tokens are that have none. It needs `cuts`."""
+    """Returns the part with marks in its text for tokens without text. It needs `cuts`."""
     ids = part.token_ids
     if marks.keys().isdisjoint(ids):
         return part

@@ -1,11 +1,11 @@
-"""A request as the caches see it: what must be equal for two requests to have one answer."""
+"""Converts a request to the caches' key: what must be equal for two requests to have one answer."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import astuple
 
-from cache.api import Parameter, Question, Turn
+from cache.api import Parameter, Question, SemanticTurn
 from engine.api import GenerationRequest
 from service.core.request import ChatPrompt, Request, TextPrompt
 from service.core.text import NO_OPTIONS, ChatMessage
@@ -16,15 +16,15 @@ _END = 64  # characters that are looked at: from the first of many, the search w
 
 
 def cacheable(request: Request) -> bool:
-    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or one with a seed of
-    the caller's, and without log-probabilities."""
+    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or seeded by the
+    caller, and without log-probabilities."""
     output = request.output
     repeatable = request.sampling.temperature == 0 or (request.seeded and request.answers == 1)
     return repeatable and output.logprobs is None and output.prompt_logprobs is None
 
 
 def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
-    """The whole prompt, and all that shapes its answer: every resolved value of sampling and stopping."""
+    """Collects the whole prompt and every resolved value of sampling and stopping."""
     sampling, stops, constraint = engine_request.sampling, request.stops, engine_request.constraint
     return Question(
         tenant=tenant,
@@ -53,26 +53,26 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
     )
 
 
-def turn_of(request: Request, question: Question, caller: str, wished: bool) -> Turn | None:
-    """The last user turn, beside what was said before it. Plain text has no turns: it is taken as one where the caller
-    wished for the semantic cache by name, since a text to be continued means what its last sign or space says: that end
-    must be equal."""
+def turn_of(request: Request, question: Question, caller: str, requested: bool) -> SemanticTurn | None:
+    """Returns the last user turn with the messages before it. Plain text has no turns: it is taken as one where the
+    caller asked for the semantic cache by name, since a text to be continued depends on its last sign or space: that
+    end must be equal."""
     prompt = request.prompt
-    if request.constraint is not None:  # what it shapes answers nobody else's words
+    if request.constraint is not None:  # what it shapes answers no other words
         return None
     if isinstance(prompt, ChatPrompt):
         *before, last = prompt.messages
         if last.role != _USER or not last.simple:
             return None
         options = () if prompt.options == NO_OPTIONS else (astuple(prompt.options),)
-        context: Parameter = ("chat", tuple(_said(message) for message in before), *options)
+        context: Parameter = ("chat", tuple(_message_parameter(message) for message in before), *options)
         text, plain = last.content, not prompt.options.tools
-    elif isinstance(prompt, TextPrompt) and wished:
+    elif isinstance(prompt, TextPrompt) and requested:
         ends = _ENDS.search(prompt.text[-_END:])
         context, text, plain = ("text", ends[0] if ends else ""), prompt.text, True
     else:
         return None
-    return Turn(
+    return SemanticTurn(
         question=question,
         context=context,
         text=text,
@@ -83,6 +83,6 @@ def turn_of(request: Request, question: Question, caller: str, wished: bool) -> 
     )
 
 
-def _said(message: ChatMessage) -> Parameter:
+def _message_parameter(message: ChatMessage) -> Parameter:
     simple: Parameter = (message.role, message.content)
     return simple if message.simple else tuple(astuple(message))

@@ -1,6 +1,6 @@
-"""Several answers to one prompt through the outlet of one call.
+"""Sends several answers to one prompt through the outlet of one call.
 
-Each is a generation with a reader of its own; here their messages meet. Where all would be the same, one is generated.
+Each is a generation with its own reader; their messages meet here. Where all would be equal, only one is generated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SEEDS = 1 << 64
 
 
 def sibling(request: GenerationRequest, number: int, siblings: int) -> GenerationRequest:
-    """What the engine is asked for answer `number`. The first is what it would be alone."""
+    """Returns the engine request for answer `number`. The first equals that of a single answer."""
     sampling = replace(request.sampling, seed=(request.sampling.seed + number) % _SEEDS)
     return replace(
         request,
@@ -42,11 +42,9 @@ class MergedOutlet:
         self._prompt: PromptFacts | None = None  # until a message has taken it
 
     def of(self, number: int) -> Outlet:
-        """Where answer `number` goes."""
         return _Numbered(self, number)
 
     async def begin(self, prompt: PromptFacts) -> None:
-        """Of whichever answer is first."""
         async with self._turn:
             if not self._begun:
                 self._begun, self._prompt = True, prompt
@@ -59,8 +57,6 @@ class MergedOutlet:
 
 
 class _Numbered:
-    """One answer's end of a MergedOutlet."""
-
     def __init__(self, merged: MergedOutlet, number: int) -> None:
         self._merged = merged
         self._number = number
@@ -91,17 +87,13 @@ class RepeatedOutlet:
 
 
 class Sources:
-    """What all answers of a call are read from."""
-
     def __init__(self) -> None:
         self._sources: list[Abortable] = []
 
     def attach(self, source: Abortable) -> None:
-        """One more."""
         self._sources.append(source)
 
     def abort(self, reason: str) -> None:
-        """The readers get Aborted."""
         for source in self._sources:
             source.abort(reason)
 
@@ -117,7 +109,6 @@ async def all_of(readings: Iterable[Coroutine[object, object, None]]) -> None:
 
 
 def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
-    """Makes one record of those of a call's answers."""
     first = parts[0]
     for name in ("submitted_at", "queue", "prefill", "cached_tokens", "cache_source", "finish_reason"):
         setattr(record, name, getattr(first, name))
@@ -132,7 +123,7 @@ def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
 
 
 def _copied(message: AnswerMessage, number: int) -> AnswerMessage:
-    """The same as part of another answer, for which nothing was computed."""
+    """Copies the message for another answer, for which nothing was computed."""
     ending = message.ending
     if ending is not None:
         ending = replace(ending, prompt_tokens=0, cached_tokens=0, draft_proposed=0, draft_accepted=0)

@@ -1,4 +1,4 @@
-"""Answers to be read, wherever they come from: the engine, a generation that others read too, or a cache."""
+"""Reads answers in one way, whether from the engine, a shared generation, or a cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
-from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, Refused, Unfinished
+from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, LeaderRefused, Unfinished
 from engine.api import Finish, Start, TokenLogprob
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from service.core.answers.engine_answer import EngineAnswer, Patience
@@ -26,37 +26,38 @@ class AnswerSource(Protocol):
 
     @property
     def submitted_at(self) -> float | None:
-        """When it was given to the engine for this reader; on the clock of `time.monotonic`."""
+        """Time of submission to the engine for this reader, on the clock of `time.monotonic`."""
 
     @property
     def start(self) -> Start | None:
-        """How the engine began it, where it is generated for this reader."""
+        """Start of the engine's sequence, where it is generated for this reader."""
 
     @property
     def finish(self) -> Finish | None:
-        """How the engine ended it, where it is generated for this reader and no stop string ends it."""
+        """Finish of the engine's sequence, where it is generated for this reader and no stop string ends it."""
 
     @property
     def draft_proposed(self) -> int:
-        """Draft tokens that were verified so far, where it is generated for this reader."""
+        """Draft tokens verified so far, where it is generated for this reader."""
 
     @property
     def draft_accepted(self) -> int:
-        """Those of them that were right."""
+        pass
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the part that `next` gave last, one an id, if they were asked for."""
+        """Log-probabilities of the part that `next` returned last, one an id, if requested."""
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Of the prompt's next tokens, from the second on: what came with the part that `next` gave last."""
+        """Log-probabilities of the prompt's next tokens, from the second on, which came with the part that `next`
+        returned last."""
 
     async def next(self) -> AnswerPart:
-        """The next part, until one has an ending. Raises what `engine.errors` lists."""
+        """Returns the next part, until one has an ending. Raises what `engine.errors` lists."""
 
     def abort(self, reason: str) -> None:
-        """The reader gets Aborted."""
+        pass
 
 
 class SharedAnswer:
@@ -109,8 +110,8 @@ class SharedAnswer:
         return 0 if self._own is None else self._own.draft_accepted
 
     async def opened(self) -> None:
-        """Returns once the answer is under way: from then on nobody refuses it. Raises what reading would. To be called
-        by the task that reads."""
+        """Returns once the answer is under way and can no longer be refused. Raises what reading would. Called by the
+        task that reads."""
         self._task = asyncio.current_task()
         first = await self.next()
         if first is not BEGUN:
@@ -133,7 +134,7 @@ class SharedAnswer:
             if self._error is not None and self._task is not None and self._task.uncancel() == 0:
                 raise self._error from None
             raise
-        except Refused as refused:
+        except LeaderRefused as refused:
             raise refused.reason from None
         except (Unfinished, Diverged) as error:
             raise EngineUnavailable(str(error), _RETRY) from None
@@ -161,7 +162,8 @@ class SharedAnswer:
 async def stored_parts(
     completion: CachedCompletion, detokenizer: Detokenizer | None
 ) -> AsyncGenerator[AnswerPart, None]:
-    """The parts of a stored answer, as fast as they are taken. Given a detokenizer, with cuts, which are not stored."""
+    """Yields the parts of a stored answer as fast as they are taken. Given a detokenizer, with cuts, which are not
+    stored."""
     for part in completion.parts:
         ids = part.token_ids
         if detokenizer is None:

@@ -1,1 +1,1 @@
-"""What the admin service does: drain, profile and reload; and the cache folder of this process."""
+"""Implements the admin service's operations (drain, profile, reload) and finds the process's cache folder."""

@@ -1,18 +1,15 @@
-"""Out of service, in order: health says so, and requests are admitted for `delay` seconds more, since who sends them
-here learns of it late. Then nothing new gets in, and what is live ends.
-"""
+"""Drains the server: health reports it, and requests are admitted for `delay` seconds more, since callers learn of it
+late. Then new requests are refused, and live ones end."""
 
 from __future__ import annotations
 
 import asyncio
 
 from service.core.admission.admission import Admission
-from service.core.errors import Stopping
+from service.core.errors import ShuttingDown
 
 
 class Drain:
-    """Where the server stands on that way."""
-
     def __init__(self, admission: Admission, delay: float) -> None:
         self._admission = admission
         self._delay = delay
@@ -24,16 +21,15 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether callers are to go elsewhere, be they admitted or not."""
+        """Whether callers should go elsewhere, admitted or not."""
         return self._begun
 
     @property
     def admitting(self) -> bool:
-        """Whether requests are admitted."""
         return not self._refuses.is_set()
 
     def begin(self, *, for_good: bool = False) -> None:
-        """A second time it changes nothing of the delay."""
+        """Begins a drain. A second call does not change the delay."""
         self._for_good |= for_good
         if self._begun:
             return
@@ -45,15 +41,15 @@ class Drain:
             self.refuse()
 
     def refuse(self) -> None:
-        """The delay is over, or does not matter."""
+        """Refuses new requests: the delay is over, or does not matter."""
         self._stop_timer()
         self._admission.drain()
         self._refuses.set()
 
     def undo(self) -> None:
-        """In service again, as if nothing had been. Raises Stopping where the process is to end."""
+        """Ends the drain. Raises ShuttingDown where the process is to end."""
         if self._for_good:
-            raise Stopping
+            raise ShuttingDown
         self._stop_timer()
         self._begun = False
         self._refuses.clear()

@@ -17,7 +17,7 @@ LONGEST = 60.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class ProcessProfile:
-    """Of one process. Stacks are in the form of `engine.stacks`."""
+    """Profile of one process. Stacks are in the form of `engine.stacks`."""
 
     process: str
     stacks: str
@@ -25,15 +25,13 @@ class ProcessProfile:
 
 
 class Profiler:
-    """Takes one profile at a time."""
-
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._until: float | None = None  # the end of the one that is being taken
 
     async def take(self, seconds: float) -> tuple[ProcessProfile, ...]:
-        """Of front and engine, over the same time. Raises Overloaded where one is being taken. Cancelling it ends the
-        sampling."""
+        """Profiles front and engine over the same time. Raises Overloaded where a profile is being taken. Cancelling
+        ends the sampling."""
         now = time.monotonic()
         if self._until is not None:
             raise Overloaded("a profile is being taken", Reason.PROFILE_RUNNING, max(1.0, self._until - now))

@@ -1,8 +1,8 @@
-"""Settings that change while the server runs. What `--config` names is read again when it changes, or when it
-is asked for, beside the event loop; what is wrong with it leaves everything as it is.
+"""Applies settings that change while the server runs. The files of `--config` are read again when they change or on
+request, beside the event loop; a faulty file changes nothing.
 
-A setting changes when its value differs from what was read before, not from what an operator has set since: a file that
-was not touched takes nothing back.
+A setting changes when its value differs from what was read before, not from what an operator has set since: an
+unchanged file reverts nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.config.leaves import Leaf, leaves
 from service.config.settings import BadSettings, Settings
 from service.config.sources import config_files
 from service.core.answers.caches import AnswerCaches, checked
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 
 LIVE_CACHE = frozenset(
     {
@@ -41,14 +41,12 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 class Reloader:
-    """Follows one file, or the files of a folder."""
-
     def __init__(
         self,
         settings: Settings,
         read: Callable[[], Settings],  # as they are now; raises BadSettings
         engine: Engine,
-        switches: Switches,
+        switches: OptimizationSwitches,
         caches: AnswerCaches,
         counts: Counter[str],  # `reloads`, `failures`
         interval: float = _INTERVAL,
@@ -66,11 +64,10 @@ class Reloader:
         self._pending: dict[str, bool] = {}  # switches that wait for the engine
 
     def now(self) -> None:
-        """Soon, whether or not the file looks changed."""
+        """Requests a reload, whether or not the file looks changed."""
         self._asked.set()
 
     async def run(self) -> None:
-        """For ever."""
         if self._path is None:
             await asyncio.Event().wait()
             return
@@ -86,7 +83,7 @@ class Reloader:
                 await self._switch()
 
     async def _due(self, thread: Executor, path: Path) -> bool:
-        """Whether it is to be read: asked for, or changed and no longer being written."""
+        """Whether to read the file: requested, or changed and no longer being written."""
         asked = self._asked.is_set()
         self._asked.clear()
         before, self._seen = self._seen, await asyncio.get_running_loop().run_in_executor(thread, _stamp, path)
@@ -125,7 +122,7 @@ class Reloader:
         return settings, checked(settings.cache)
 
     async def _switch(self) -> None:
-        """What is to be switched, as far as the engine can be told now."""
+        """Sends pending switches, as far as the engine accepts them now."""
         for name, enabled in tuple(self._pending.items()):
             try:
                 await self._switches.set(name, enabled)
@@ -145,7 +142,7 @@ def _value(settings: Settings, leaf: Leaf) -> object:
 
 
 def _stamp(path: Path) -> _Stamp | None:
-    """Of the files themselves, so that a symbolic link that leads elsewhere is a change."""
+    """Stamps the files themselves, so that a retargeted symbolic link is a change."""
     try:
         found = [(file.name, file.stat()) for file in config_files(path)]
     except (BadSettings, OSError):

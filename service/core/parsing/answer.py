@@ -1,4 +1,4 @@
-"""What is given out of an answer, and the parser of one."""
+"""Parses one answer into reasoning, calls and text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_HELD = 65_536  # characters that may wait until it is known what they are; m
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call. Its name and id come once, with its first one."""
+    """A piece of a call. Its name and id come once, with its first piece."""
 
     index: int  # of the call in the answer
     id: str
@@ -21,8 +21,6 @@ class CallDelta:
 
 
 class Parsed(NamedTuple):
-    """What a piece of an answer brought."""
-
     text: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
@@ -37,17 +35,13 @@ class TextStage(Protocol):
 
 
 class ReasoningStage(Protocol):
-    """Divides an answer's beginning from the rest."""
-
     def feed(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what is none."""
+        pass
 
     def end(self) -> tuple[str, str]: ...
 
 
 class AnswerParser:
-    """Of one answer."""
-
     def __init__(self, reasoning: ReasoningStage | None, calls: TextStage | None) -> None:
         self._reasoning = reasoning
         self._calls = calls
@@ -57,27 +51,25 @@ class AnswerParser:
         if self._reasoning is not None:
             thought, text = self._reasoning.feed(text)
         if self._calls is None:
-            return _said(Parsed(text, thought))
-        return _said(self._calls.feed(text)._replace(reasoning=thought))
+            return _flagged(Parsed(text, thought))
+        return _flagged(self._calls.feed(text)._replace(reasoning=thought))
 
     def end(self) -> Parsed:
-        """What was held. Call it once."""
+        """Returns what was withheld. Call it once."""
         thought, text = self._reasoning.end() if self._reasoning is not None else ("", "")
         if self._calls is None:
-            return _said(Parsed(text, thought))
+            return _flagged(Parsed(text, thought))
         first, last = self._calls.feed(text), self._calls.end()
-        return _said(Parsed(first.text + last.text, thought, first.calls + last.calls))
+        return _flagged(Parsed(first.text + last.text, thought, first.calls + last.calls))
 
 
-def _said(found: Parsed) -> Parsed:
-    """Without the markers of what was none in the end."""
+def _flagged(found: Parsed) -> Parsed:
     if found.text.isascii() and found.reasoning.isascii():
         return found
     return found._replace(text=found.text.translate(_MARKERS), reasoning=found.reasoning.translate(_MARKERS))
 
 
 def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
-    """Each call in one piece."""
     whole: list[CallDelta] = []
     for delta in deltas:
         if delta.index == len(whole):
@@ -89,7 +81,7 @@ def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """How many characters at the end of a text may be the beginning of a marker."""
+    """Returns how many characters at the end of a text may be the beginning of a marker."""
     most = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), most, -1):

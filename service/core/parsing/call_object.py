@@ -1,10 +1,10 @@
-"""One call as most models write it: {"name": "f", "arguments": {…}}, read as it comes."""
+"""Reads one call as most models write it, character by character: {"name": "f", "arguments": {…}}."""
 
 from __future__ import annotations
 
 import json
 
-from service.core.parsing.json_text import JsonValue, Step
+from service.core.parsing.json_text import JsonStep, JsonValue
 
 _BLANK = " \t\n\r"
 _ARGUMENTS = frozenset({"arguments", "parameters"})
@@ -12,8 +12,8 @@ _KNOWN = _ARGUMENTS | {"name", "type", "id"}
 
 
 class CallObject:
-    """Given characters from its brace on. What is known of the call is in `name` and `arguments`: these are its text as
-    far as it has come, and grow. Arguments that come before the name wait for it here."""
+    """Reads characters from the opening brace on. `name` and `arguments` are its text as far as it has arrived.
+    Arguments that precede the name wait for it here."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -25,12 +25,12 @@ class CallObject:
         self._text: list[str] = []  # of the key or value that is read
         self._seen = False  # arguments
 
-    def step(self, char: str) -> Step:
-        """LAST with its closing brace."""
+    def step(self, char: str) -> JsonStep:
+        """Returns LAST with the closing brace."""
         if self._value is not None:
             return self._in_value(self._value, char)
         if char in _BLANK:
-            return Step.MORE
+            return JsonStep.MORE
         wants = self._wants
         if wants == "brace" and char == "{":
             self._wants = "key"
@@ -45,34 +45,33 @@ class CallObject:
         elif wants == "comma" and char == "}":
             return self._over()
         else:
-            return Step.WRONG
-        return Step.MORE
+            return JsonStep.WRONG
+        return JsonStep.MORE
 
-    def _begin(self, char: str) -> Step:
+    def _begin(self, char: str) -> JsonStep:
         if self._wants == "value" and (self._key in _ARGUMENTS) != (char == "{"):
-            return Step.WRONG  # nothing else is an object, and arguments are nothing else
+            return JsonStep.WRONG  # nothing else is an object, and arguments are nothing else
         self._value, self._text = JsonValue(), []
         if self._key in _ARGUMENTS:
             self._seen, self._text = True, self.arguments
         return self._in_value(self._value, char)
 
-    def _in_value(self, value: JsonValue, char: str) -> Step:
+    def _in_value(self, value: JsonValue, char: str) -> JsonStep:
         step = value.step(char)
-        if step is Step.WRONG:
+        if step is JsonStep.WRONG:
             return step
-        if step is not Step.BEYOND:
+        if step is not JsonStep.BEYOND:
             self._text.append(char)
         self.begun = self._seen and bool(self.name)
-        if step is Step.MORE:
+        if step is JsonStep.MORE:
             return step
         self._value = None
         if not self._take():
-            return Step.WRONG
+            return JsonStep.WRONG
         self.begun = self._seen and bool(self.name)
-        return self.step(char) if step is Step.BEYOND else Step.MORE
+        return self.step(char) if step is JsonStep.BEYOND else JsonStep.MORE
 
     def _take(self) -> bool:
-        """The key or value that has ended."""
         if self._wants == "key":
             self._key = json.loads("".join(self._text))
             self._wants = "colon"
@@ -85,10 +84,10 @@ class CallObject:
         self._key, self._wants = "", "comma"
         return True
 
-    def _over(self) -> Step:
+    def _over(self) -> JsonStep:
         if not self.name:
-            return Step.WRONG
+            return JsonStep.WRONG
         if not self._seen:
             self._seen, self.begun = True, True
             self.arguments.append("{}")
-        return Step.LAST
+        return JsonStep.LAST

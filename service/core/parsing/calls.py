@@ -1,7 +1,7 @@
-"""Calls of tools in an answer's text.
+"""Finds tool calls in an answer's text.
 
-A call is given out from its first argument on, so that what turns out to be no call until then is text. What does not
-go on as JSON after that ends the call where it is, and is text from there.
+A call is emitted from its first argument on; what turns out to be no call before that is text. Where JSON becomes
+invalid after that, the call ends, and text follows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from service.core.parsing.answer import MAX_HELD, CallDelta, Parsed, held_back
 from service.core.parsing.call_object import CallObject
-from service.core.parsing.json_text import JsonValue, Step
+from service.core.parsing.json_text import JsonStep, JsonValue
 
 _BLANK = " \t\n\r"
 _LONGEST_NAME = 256  # characters
@@ -21,8 +21,6 @@ ARGS, CALL_ID = "\ud810", "\ud811"  # markers that are tokens stand in the text 
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes calls."""
-
     name: str
     opens: str  # what is before a call, or before all of them
     closes: str = ""  # what is behind each
@@ -33,15 +31,13 @@ class CallFormat:
 
 
 def new_id() -> str:
-    """Nine letters and digits: what the strictest template wants."""
+    """Returns nine letters and digits: what the strictest template requires."""
     return secrets.token_hex(5)[:9]
 
 
 class CallParser:
-    """One answer's, after its reasoning."""
-
     def __init__(self, form: CallFormat, begins: bool, make_id: Callable[[], str] = new_id) -> None:
-        """`begins`: what comes is the beginning of an answer."""
+        """`begins`: the text starts an answer."""
         self._form = form
         self._make_id = make_id
         self._read = self._first if form.first and begins else self._text
@@ -55,7 +51,7 @@ class CallParser:
         self._closed = False  # there was what is behind each
         self._listed = False
         self._count = 0  # calls
-        self._said: list[str] = []
+        self._plain: list[str] = []
         self._calls: list[CallDelta] = []
 
     def feed(self, text: str) -> Parsed:
@@ -75,8 +71,8 @@ class CallParser:
 
     def _taken(self) -> Parsed:
         self._give()
-        found = Parsed("".join(self._said), "", tuple(self._calls))
-        self._said, self._calls = [], []
+        found = Parsed("".join(self._plain), "", tuple(self._calls))
+        self._plain, self._calls = [], []
         return found
 
     # Each of these reads a character, and says whether it has taken it; else another is to look at it.
@@ -92,18 +88,17 @@ class CallParser:
             self._held.clear()
         found = text.find(opens, at)
         if found >= 0:
-            self._said.append(text[at:found])
+            self._plain.append(text[at:found])
             self._read = self._opened
             self._hold(opens)
             return before + found + len(opens)
         kept = len(text) - held_back(text[at:], self._marker)
-        self._said.append(text[at:kept])
+        self._plain.append(text[at:kept])
         if kept < len(text):
             self._held.append(text[kept:])
         return end
 
     def _first(self, char: str) -> bool:
-        """At the answer's beginning."""
         if char in _BLANK:
             return self._hold(char)
         if char == "{":
@@ -124,7 +119,6 @@ class CallParser:
         return self._back()
 
     def _name(self, char: str) -> bool:
-        """A name that stands before its arguments."""
         if _may_name(char) and len(self._object.name) < _LONGEST_NAME:
             self._object.name += char
             return self._hold(char)
@@ -132,7 +126,7 @@ class CallParser:
         return self._hold(char) if char == CALL_ID else self._named(char)
 
     def _id(self, char: str) -> bool:
-        """It is the model's own; callers get one of ours."""
+        """Skips the model's own id; callers get one of ours."""
         if char.isalnum():
             return self._hold(char)
         self._read = self._named
@@ -150,10 +144,10 @@ class CallParser:
     def _arguments(self, char: str) -> bool:
         assert self._value is not None
         step = self._value.step(char)
-        if step is Step.WRONG:
+        if step is JsonStep.WRONG:
             return self._back()
         self._object.arguments.append(char)
-        if step is Step.LAST:
+        if step is JsonStep.LAST:
             self._over()
         return True
 
@@ -161,18 +155,17 @@ class CallParser:
         call = self._object
         known = len(call.arguments)
         step = call.step(char)
-        if step is Step.WRONG:
+        if step is JsonStep.WRONG:
             return self._back()
         if call.begun and not self._begun:
             self._begin_call()
         elif not self._begun or len(call.arguments) == known:
             self._hold(char)
-        if step is Step.LAST:
+        if step is JsonStep.LAST:
             self._over()
         return True
 
     def _between(self, char: str) -> bool:
-        """Behind a call."""
         form = self._form
         if self._listed:
             if char == ",":
@@ -214,7 +207,6 @@ class CallParser:
         self._read = self._between
 
     def _give(self) -> None:
-        """What has come of the arguments."""
         arguments = self._object.arguments
         if not self._begun or not arguments:
             return
@@ -234,25 +226,24 @@ class CallParser:
         return True
 
     def _back(self) -> bool:
-        """The character is none of a call."""
+        """Treats the character as text instead of a call."""
         self._revert()
         return False
 
     def _revert(self) -> None:
         self._give()
-        self._said.extend(self._held)
+        self._plain.extend(self._held)
         self._drop()
         self._begun = self._listed = False
         self._read = self._text
 
     def _drop(self) -> bool:
-        """What was held was not text."""
         self._held.clear()
         self._size, self._mark = 0, ""
         return True
 
     def _blank(self) -> bool:
-        """Whether what is held is nothing but blanks behind a call."""
+        """Whether only blanks behind a call are withheld."""
         return self._read == self._between and not "".join(self._held).strip()
 
 

@@ -1,4 +1,4 @@
-"""Which formats a model's answers have: by its template and its tokens, or as the settings say."""
+"""Chooses the formats of a model's answers by its template and tokens, or by the settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ _TAIL = 8  # ids of a prompt in which reasoning may have begun
 
 
 class Vocabulary(Protocol):
-    """What is looked at of a tokenizer."""
-
     @property
     def added(self) -> Mapping[str, int]:
-        """Added tokens, by their text."""
+        pass
 
     @property
     def special(self) -> frozenset[int]:
-        """Those whose text is in no answer."""
+        pass
 
     @property
     def template_source(self) -> str: ...
@@ -39,7 +37,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Its markers: as a model's tokens spell them, and as they stand in the text that is parsed."""
+    """Markers as a model's tokens spell them, and as they stand in the parsed text."""
 
     begin: str
     end: str
@@ -49,14 +47,13 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """Of one model."""
-
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
     marks: Mapping[int, str] = field(default_factory=dict)  # tokens whose text is in no answer: what stands for them
 
     def parser(self, tools: bool, continues: bool, prompt_tail: str) -> AnswerParser | None:
-        """For an answer to a prompt that ends like this; None where there is nothing to be parsed."""
+        """Returns a parser for an answer to a prompt that ends with `prompt_tail`; None where there is nothing to
+        parse."""
         calls = self.calls if tools else None
         form = self.reasoning
         inside = form is not None and prompt_tail.rstrip().endswith(form.begin_mark)
@@ -73,8 +70,8 @@ NO_FORMATS = AnswerFormats()
 
 
 def prompt_tail(formats: AnswerFormats, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
-    """The end of a prompt as an answer would be parsed: tokens that are no text count where they are markers, and end
-    what was before where they are not."""
+    """Returns the end of a prompt as parsers see it: tokens without text count where they are markers, and otherwise
+    end what was before."""
     tail: list[str] = []
     for token_id in ids[-_TAIL:]:
         if token_id in formats.marks:
@@ -85,7 +82,6 @@ def prompt_tail(formats: AnswerFormats, vocabulary: Vocabulary, ids: Sequence[in
 
 
 def choose(settings: ChatSettings, vocabulary: Vocabulary) -> AnswerFormats:
-    """The formats of a model's answers."""
     calls = _call_format(settings.tool_format, vocabulary)
     reasoning = _reasoning_format(settings.reasoning_format, vocabulary)
     marks: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""JSON as it comes, a character at a time: where a value ends, and the first character that cannot belong to it."""
+"""Reads JSON one character at a time: finds where a value ends, and the first character that cannot belong to it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ _NUMBER = {
 _COMPLETE = frozenset("0123")
 
 
-class Step(enum.Enum):
-    """What a character did to a value."""
-
+class JsonStep(enum.Enum):
     MORE = enum.auto()
     LAST = enum.auto()  # it ends the value
     BEYOND = enum.auto()  # the value has ended before it
@@ -28,7 +26,7 @@ class Step(enum.Enum):
 
 
 class JsonValue:
-    """One value. Blanks before it are not part of it."""
+    """Reads one value. Blanks before it are not part of it."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # brackets
@@ -37,8 +35,7 @@ class JsonValue:
         self._hex = 0  # digits of an escape that are still to come
         self._number = ""
 
-    def step(self, char: str) -> Step:
-        """Takes the next character."""
+    def step(self, char: str) -> JsonStep:
         match self._wants:
             case "string" | "key-string":
                 return self._string(char)
@@ -49,10 +46,10 @@ class JsonValue:
             case "number":
                 return self._in_number(char)
         if char in _BLANK:
-            return Step.MORE
+            return JsonStep.MORE
         return self._structure(char)
 
-    def _structure(self, char: str) -> Step:
+    def _structure(self, char: str) -> JsonStep:
         wants = self._wants
         if wants == "colon" and char == ":":
             self._wants = "value"
@@ -65,14 +62,14 @@ class JsonValue:
         elif wants in ("value", "value-or-end"):
             return self._begin(char)
         else:
-            return Step.WRONG
-        return Step.MORE
+            return JsonStep.WRONG
+        return JsonStep.MORE
 
-    def _begin(self, char: str) -> Step:
+    def _begin(self, char: str) -> JsonStep:
         if char in "{[":
             self._open.append(char)
             self._wants = "key-or-end" if char == "{" else "value-or-end"
-            return Step.MORE if len(self._open) <= MAX_DEPTH else Step.WRONG
+            return JsonStep.MORE if len(self._open) <= MAX_DEPTH else JsonStep.WRONG
         if char == '"':
             self._wants = "string"
         elif char in _LITERALS:
@@ -80,30 +77,30 @@ class JsonValue:
         elif char == "-" or char in _DIGITS:
             self._wants, self._number = "number", char if char in "-0" else "1"
         else:
-            return Step.WRONG
-        return Step.MORE
+            return JsonStep.WRONG
+        return JsonStep.MORE
 
-    def _close(self, char: str) -> Step:
+    def _close(self, char: str) -> JsonStep:
         if not self._open or self._open.pop() + char not in ("{}", "[]"):
-            return Step.WRONG
+            return JsonStep.WRONG
         return self._ended()
 
-    def _ended(self) -> Step:
+    def _ended(self) -> JsonStep:
         self._wants = "comma-or-end"
-        return Step.MORE if self._open else Step.LAST
+        return JsonStep.MORE if self._open else JsonStep.LAST
 
-    def _string(self, char: str) -> Step:
+    def _string(self, char: str) -> JsonStep:
         if char == '"':
             if self._wants == "key-string":
                 self._wants = "colon"
-                return Step.MORE
+                return JsonStep.MORE
             return self._ended()
         if char == "\\":
             self._rest, self._wants = self._wants, "escape"
-            return Step.MORE
-        return Step.MORE if char >= " " and not "\ud800" <= char <= "\udfff" else Step.WRONG
+            return JsonStep.MORE
+        return JsonStep.MORE if char >= " " and not "\ud800" <= char <= "\udfff" else JsonStep.WRONG
 
-    def _escape(self, char: str) -> Step:
+    def _escape(self, char: str) -> JsonStep:
         if self._hex:
             self._hex -= 1
             fine = char in _HEX
@@ -112,23 +109,23 @@ class JsonValue:
             self._hex = 4 if char == "u" else 0
         if not self._hex:
             self._wants = self._rest
-        return Step.MORE if fine else Step.WRONG
+        return JsonStep.MORE if fine else JsonStep.WRONG
 
-    def _literal(self, char: str) -> Step:
+    def _literal(self, char: str) -> JsonStep:
         if char != self._rest[0]:
-            return Step.WRONG
+            return JsonStep.WRONG
         self._rest = self._rest[1:]
-        return Step.MORE if self._rest else self._ended()
+        return JsonStep.MORE if self._rest else self._ended()
 
-    def _in_number(self, char: str) -> Step:
+    def _in_number(self, char: str) -> JsonStep:
         for kind in _NUMBER[self._number]:
             if _is_kind(char, kind):
                 self._number = kind
-                return Step.MORE
+                return JsonStep.MORE
         if self._number not in _COMPLETE:
-            return Step.WRONG
+            return JsonStep.WRONG
         self._wants = "comma-or-end"
-        return self.step(char) if self._open else Step.BEYOND
+        return self.step(char) if self._open else JsonStep.BEYOND
 
 
 def _is_kind(char: str, kind: str) -> bool:

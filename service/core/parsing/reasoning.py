@@ -1,5 +1,5 @@
-"""Reasoning at the beginning of an answer, between two markers. Line breaks that models write beside the markers belong
-to them: one after the first, one before the second, two after it."""
+"""Splits off reasoning at the beginning of an answer, between two markers. Line breaks that models write beside the
+markers belong to them: one after the first, one before the second, two after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLANKS = 64  # characters before the first marker; with more it is no beginning
 
 
 class ReasoningSplitter:
-    """One answer's. `inside`: the prompt ends within reasoning, so that there is no first marker."""
+    """`inside`: the prompt ends within reasoning, so that there is no first marker."""
 
     def __init__(self, begin: str, end: str, inside: bool) -> None:
         self._begin = begin
@@ -20,7 +20,6 @@ class ReasoningSplitter:
         self._skip = 1  # line breaks that may still belong to the marker before
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what is none."""
         if self._read == self._after:
             return self._after(text)
         held, self._held = self._held, ""

@@ -1,4 +1,4 @@
-"""Text in and out of token ids. Knows no gRPC and no engine.
+"""Converts text to token ids and back. Knows no gRPC and no engine.
 
 Tokenizer.load(folder)          reads a model folder; raises engine.errors.InvalidModel, one line, file and remedy
 Tokenizer.of_bytes()            one id a byte, 256 in all, with a plain chat template: for the fake engine

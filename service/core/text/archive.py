@@ -1,4 +1,4 @@
-"""The files of a tokenizer as one archive, for whoever wants to tokenize elsewhere exactly as it is done here."""
+"""Packs a tokenizer's files into one archive, so that callers can tokenize exactly as the server does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Archive:
 
 
 class TokenizerArchive:
-    """Made when somebody first asks, in a thread, and kept: a few megabytes where the vocabulary is large."""
+    """Made in a thread at the first request, and kept: a few megabytes where the vocabulary is large."""
 
     def __init__(self, folder: str | None, unchanged: Callable[[], bool], template: Path | None = None) -> None:
         """`unchanged`: whether the folder's files are still those that the server has read. `template`: as in

@@ -1,6 +1,6 @@
-"""Token ids to text, one id at a time: what all ids together decode to, cut into whole characters.
+"""Converts token ids to text one at a time: the text of all ids together, cut into whole characters.
 
-`feed` gives two texts: what earlier ids made and only this one settled, and what this one made itself.
+`feed` returns two texts: what earlier ids made and only this one settled, and what this one made itself.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class Assembler(Protocol):
     def feed(self, token_id: int) -> tuple[str, str]: ...
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """What several ids make, and the length of each one's share, where all of it is ASCII and nothing is held; else
-        None, and nothing has been fed. Most text is, and a step for each id costs several times as much."""
+        """Returns the text of several ids and the length of each one's share, where all of it is ASCII and nothing is
+        withheld; else None, and nothing has been fed. Most text is ASCII, and one step per id costs several times as
+        much."""
 
     def flush(self) -> str:
-        """What was held, once no more ids come."""
+        """Returns what was withheld, once no more ids come."""
 
 
 def assembler(pieces: Pieces, continues: bool) -> Assembler:
@@ -68,8 +69,8 @@ class ByteLevelAssembler:
 
 
 class FallbackAssembler:
-    """Ids are texts or single bytes. A run of bytes is text if the whole of it is UTF-8, and else one U+FFFD a byte:
-    only its end tells, so a run waits for the id after it."""
+    """Ids are texts or single bytes. A run of bytes is text if the whole of it is UTF-8, and else one U+FFFD a byte: a
+    run therefore waits for the id after it."""
 
     def __init__(self, pieces: FallbackPieces, continues: bool) -> None:
         self._table = pieces.table
@@ -91,7 +92,7 @@ class FallbackAssembler:
         return settled, self._stripped(piece) if self._strip else piece
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        return None  # a byte's share is told by the ids after it
+        return None  # a byte's share depends on the ids after it
 
     def flush(self) -> str:
         return self._stripped(self._take_run())
@@ -124,14 +125,14 @@ class WindowAssembler:
         self._skip_special = pieces.skip_special
         self._window: list[int] = [pieces.anchor] if continues and pieces.anchor is not None else []
         self._context = len(self._window)  # ids of the window whose text is out
-        self._shown = self._decode()
+        self._emitted = self._decode()
 
     def feed(self, token_id: int) -> tuple[str, str]:
         if token_id in self._silent or self._backend.id_to_token(token_id) is None:
             return NOTHING
         self._window.append(token_id)
         text = self._decode()
-        whole = len(text) > len(self._shown) and text.startswith(self._shown) and not text.endswith(BROKEN)
+        whole = len(text) > len(self._emitted) and text.startswith(self._emitted) and not text.endswith(BROKEN)
         if not whole and len(self._window) - self._context < PATIENCE:
             return NOTHING
         return "", self._advance(text)
@@ -143,10 +144,10 @@ class WindowAssembler:
         return self._advance(self._decode())
 
     def _advance(self, text: str) -> str:
-        fresh = text[len(self._shown) :]
+        fresh = text[len(self._emitted) :]
         self._window = self._window[self._context :]
         self._context = len(self._window)
-        self._shown = self._decode()
+        self._emitted = self._decode()
         return fresh
 
     def _decode(self) -> str:

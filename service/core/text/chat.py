@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text that the model was trained on.
+"""Renders chat templates: messages to the text that the model was trained on.
 
-A template comes with the model and is trusted neither to be safe nor to be sane: it runs in Jinja's immutable sandbox,
-what it makes is bounded in size, and unless it is plain it is compiled and rendered in text processes alone, which are
-bounded in time and memory. What users write is data to it and never compiled.
+A template comes with the model and is not trusted: it runs in Jinja's immutable sandbox, its output is bounded in size,
+and unless it is plain it is compiled and rendered in text processes alone, which are bounded in time and memory. What
+users write is data to it and never compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.core.text.plain_template import MAX_SOURCE, is_plain
 from service.core.text.template_needs import looks_into_content, mentions_tools
 
 MAX_CHARS = 4 * 2**20  # twice the largest chat
-MAX_MESSAGE = 500  # characters of an error that the caller is told
+MAX_MESSAGE = 500  # characters of an error that the caller gets
 _CONTINUE = "GO0ON0FROM0HERE"  # letters and digits: no filter escapes them
 
 # What a template does wrong comes out as one of these.
@@ -31,11 +31,11 @@ _FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, Recursio
 
 
 class _Refusal(TemplateError):
-    """The template itself refused, by `raise_exception`."""
+    pass
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks the assistant's part for training. Here it is what it encloses."""
+    """Renders the body of `{% generation %}`, which marks the assistant's part for training."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -60,17 +60,17 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: jinja's own filter escapes for HTML, which models were not trained on."""
+    """Dumps plain JSON: jinja's own filter escapes for HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 class ChatTemplate:
-    """One template. `plain`: it may be rendered on the event loop, for a short chat. `takes_tools`, `takes_lists`: what
-    it would leave out, or could not render, is known beforehand; of one that is too large to look at, nothing is."""
+    """`plain`: it may be rendered on the event loop, for a short chat. `takes_tools`, `takes_lists`: whether it would
+    leave tools out, or could not render lists. Unknown of a template that is too large to parse."""
 
     def __init__(self, source: str, special: dict[str, str], only_plain: bool = False) -> None:
-        """With `only_plain`, another is not compiled, which runs what is constant in it. Raises ValueError where the
-        source is no template."""
+        """With `only_plain`, other templates are not compiled, which would run their constant parts. Raises ValueError
+        where the source is no template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
         )
@@ -90,7 +90,7 @@ class ChatTemplate:
         self.source = source
 
     def render(self, variables: dict[str, Any], continues: bool = False) -> str:
-        """Given `template_variables`. With `continues`, up to the end of the last message's text. Raises
+        """Renders `template_variables`. With `continues`, up to the end of the last message's text. Raises
         ChatTemplateError."""
         if not self._special.keys().isdisjoint(variables):
             raise ChatTemplateError("template_arguments: names that the model's tokenizer gives the template are taken")
@@ -114,8 +114,8 @@ class ChatTemplate:
 
 
 def _continued(variables: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> str:
-    """What is rendered up to the end of the last message: found by a tag behind its text. The tag ends in a blank,
-    which is gone where the template trims the text; then blanks are taken off what is before it as well."""
+    """Renders up to the end of the last message: found by a tag behind its text. The tag ends in a blank, which is gone
+    where the template trims the text; then the text before is trimmed as well."""
     *before, last = variables["messages"]
     content = last["content"]
     if content is None:
@@ -146,7 +146,7 @@ def _bounded(made: Iterator[str]) -> str:
 
 
 def choose_templates(value: object) -> dict[str, str]:
-    """`chat_template` as tokenizer_config.json has it: a text, a list of named texts or a table of them.
+    """Reads `chat_template` of tokenizer_config.json: a text, a list of named texts or a table of them.
 
     A text is named "default". Raises ValueError for anything else.
     """

@@ -18,7 +18,7 @@ import msgspec
 from engine.constraints.bounds import OutOfBounds, check_ebnf, check_regex, check_schema, on_own_stack
 from engine.constraints.grammars import limits
 from engine.constraints.vocabulary import read_vocabulary
-from service.core.text.sandbox.jobs import Refusal
+from service.core.text.sandbox.jobs import JobRefused
 from service.core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ _DEFINED = tuple(f"/{name}/" for name in _DEFINITIONS)
 
 
 class ConstraintJob(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of the job."""
-
     kind: str
     texts: tuple[str, ...]  # one; of a choice, its options
 
@@ -53,7 +51,7 @@ _read = msgspec.msgpack.Decoder(ConstraintJob).decode
 
 
 def constraint(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """The grammar, in UTF-8."""
+    """Returns the grammar in UTF-8."""
     job = _read(payload)
     _go_last()
     return on_own_stack(lambda: _made(job)).encode()
@@ -63,11 +61,11 @@ def _made(job: ConstraintJob) -> str:
     try:
         return _MAKERS[job.kind](job.texts)
     except OutOfBounds as error:
-        raise Refusal(str(error)) from None
+        raise JobRefused(str(error)) from None
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # what a panic in llguidance, which is Rust, is raised as
             raise
-        raise Refusal("cannot be processed") from None
+        raise JobRefused("cannot be processed") from None
 
 
 @lru_cache(maxsize=1)
@@ -80,30 +78,30 @@ def _go_last() -> None:
 def _of_schema(texts: tuple[str, ...]) -> str:
     schema = _parsed(texts[0])
     if schema is False:
-        raise Refusal("allows nothing")
+        raise JobRefused("allows nothing")
     if schema is True:
         return _checked(_grammar("{}"))
     if not isinstance(schema, dict):
-        raise Refusal("is neither a JSON object nor true")
+        raise JobRefused("is neither a JSON object nor true")
     check_schema(schema)
     fault = _fault(_grammar(texts[0]))
     if fault:
-        raise Refusal(_located(schema, fault))
+        raise JobRefused(_located(schema, fault))
     return _grammar(texts[0])
 
 
 def _parsed(text: str) -> object:
     def refuse(constant: str) -> None:
-        raise Refusal(f"is not JSON: {constant} is no number")
+        raise JobRefused(f"is not JSON: {constant} is no number")
 
     try:
         return json.loads(text, parse_constant=refuse)
     except json.JSONDecodeError as error:
-        raise Refusal(f"is not JSON: {error.msg}, line {error.lineno}, column {error.colno}") from None
+        raise JobRefused(f"is not JSON: {error.msg}, line {error.lineno}, column {error.colno}") from None
     except RecursionError:
-        raise Refusal(_NESTED) from None
+        raise JobRefused(_NESTED) from None
     except ValueError as error:  # an integer of thousands of digits
-        raise Refusal(f"is not JSON: {_one_line(str(error))}") from None
+        raise JobRefused(f"is not JSON: {_one_line(str(error))}") from None
 
 
 def _grammar(schema: str) -> str:
@@ -112,11 +110,11 @@ def _grammar(schema: str) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(schema, overrides=_STYLE)  # type: ignore[arg-type]
     except ValueError as error:
-        raise Refusal(_NESTED if "recursion" in str(error) else f"is not JSON: {_one_line(str(error))}") from None
+        raise JobRefused(_NESTED if "recursion" in str(error) else f"is not JSON: {_one_line(str(error))}") from None
 
 
 def _located(schema: dict[str, Any], fault: str) -> str:
-    """With the innermost part of the schema that has a fault by itself, as a JSON pointer."""
+    """Adds the innermost part of the schema that is faulty by itself, as a JSON pointer."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place, part, tried = "", schema, 0
     deeper = True
@@ -134,7 +132,7 @@ def _located(schema: dict[str, Any], fault: str) -> str:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schemas right below one, with the steps of a pointer to them."""
+    """Yields the schemas directly below one, with the steps of a pointer to them."""
     for name in _TABLES_BELOW:
         table = schema.get(name)
         for key, value in table.items() if isinstance(table, dict) else ():
@@ -177,9 +175,9 @@ def _of_ebnf(texts: tuple[str, ...]) -> str:
     try:
         lark = any_to_lark(texts[0])
     except RecursionError:
-        raise Refusal(_NESTED) from None
+        raise JobRefused(_NESTED) from None
     except Exception as error:  # its own, plain ones, and those of texts that end too early
-        raise Refusal(_one_line(str(error)) or "cannot be read") from None
+        raise JobRefused(_one_line(str(error)) or "cannot be read") from None
     check_ebnf(lark)
     return _checked(LLMatcher.grammar_from_lark(lark))
 
@@ -196,7 +194,7 @@ _MAKERS: dict[str, Callable[[tuple[str, ...]], str]] = {
 def _checked(grammar: str) -> str:
     fault = _fault(grammar)
     if fault:
-        raise Refusal(fault)
+        raise JobRefused(fault)
     return grammar
 
 
@@ -206,8 +204,8 @@ def _vocabulary() -> LLTokenizer:
 
 
 def _fault(grammar: str) -> str:
-    """What is wrong with a grammar; empty where it can be used. It is begun over bytes: what it allows does not depend
-    on the model's vocabulary."""
+    """Returns what is wrong with a grammar; empty where it can be used. It is begun over bytes: what it allows does not
+    depend on the model's vocabulary."""
     from llguidance import LLMatcher
 
     fault = LLMatcher.validate_grammar(grammar, limits=limits())
@@ -221,7 +219,7 @@ def _fault(grammar: str) -> str:
 
 
 def _one_line(fault: str) -> str:
-    """Without the excerpt that the library draws below its first line; places as people write them."""
+    """Drops the excerpt that the library draws below its first line; counts places from 1."""
     lines = [line.strip() for line in fault.splitlines() if not re.match(r"\s*\d+ \||\s*\^+\s*$", line)]
     text = re.sub(r"(?:at )?\b(\d+)\((\d+)\):", r"line \1, column \2:", " ".join(filter(None, lines)))
     return text.partition(" while processing json-schema:")[0][:300]

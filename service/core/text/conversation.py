@@ -1,6 +1,7 @@
-"""A conversation as callers send it, and as a chat template sees it: the dicts that users of transformers write.
+"""Represents a conversation as callers send it, and as a chat template sees it: the dicts that users of transformers
+write.
 
-What is JSON in it (tools, arguments) stays text until a template is rendered, so that only there its size costs.
+JSON in it (tools, arguments) stays text until a template is rendered, so that its size costs only there.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ class ChatTemplateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What the model called in an earlier turn."""
-
     name: str
     arguments: str  # a JSON object
     id: str = ""
@@ -35,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation. What is empty was not said."""
+    """One turn of a conversation. Absent fields are empty."""
 
     role: str
     content: str
@@ -47,14 +46,12 @@ class ChatMessage:
 
     @property
     def simple(self) -> bool:
-        """Whether there is nothing but a role and a text."""
+        """Whether there is only a role and a text."""
         return not (self.parts or self.name or self.tool_calls or self.tool_call_id or self.reasoning)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a template is told beside the messages."""
-
     tools: str = ""  # a JSON list of objects; empty: none
     arguments: str = ""  # a JSON object of variables; empty: none
     add_generation_prompt: bool = True
@@ -65,7 +62,6 @@ NO_OPTIONS = ChatOptions()
 
 
 def sent_texts(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterator[str]:
-    """Every text in it."""
     for message in messages:
         yield message.role
         yield message.content
@@ -78,8 +74,8 @@ def sent_texts(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterato
 
 
 def template_variables(messages: Sequence[ChatMessage], options: ChatOptions, lists: bool = True) -> dict[str, Any]:
-    """What a template is rendered with. Without `lists`, parts of a message are one text. Raises ChatTemplateError
-    where something is no JSON."""
+    """Returns a template's variables. Without `lists`, parts of a message are one text. Raises ChatTemplateError where
+    something is no JSON."""
     if not messages:
         raise ChatTemplateError("a chat needs at least one message")
     tools = _json(options.tools, "tools") if options.tools else None
@@ -104,7 +100,7 @@ def is_object(text: str) -> bool:
 
 
 def count_objects(text: str) -> int | None:
-    """How many there are in a JSON list of them; None where it is none."""
+    """Returns the number of objects in a JSON list of them; None where it is none."""
     try:
         return len(_read_objects(text))
     except (msgspec.DecodeError, RecursionError):
@@ -112,14 +108,14 @@ def count_objects(text: str) -> int | None:
 
 
 def only_flags(arguments: str) -> bool:
-    """Whether variables are true, false or null: no template can do much with them."""
+    """Whether all values are true, false or null: no template can do much with them."""
     if len(arguments) > 256:
         return False
     return all(value is None or isinstance(value, bool) for value in json.loads(arguments).values())
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Every text in plain data, keys included."""
+    """Yields every text in plain data, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -132,7 +128,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The same data with every text changed, keys included."""
+    """Returns the same data with every text changed, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):
@@ -179,7 +175,7 @@ def _object(text: str, where: str) -> dict[str, Any]:
 
 
 def _json(text: str, where: str) -> Any:
-    """Strictly: no NaN, nothing that is no text, and no deeper than a template can print."""
+    """Parses strictly: no NaN, no invalid text, and no deeper than a template can print."""
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
         if "\\u" in text:

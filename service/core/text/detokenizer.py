@@ -1,7 +1,7 @@
-"""The answer as it grows: token ids in, text out that may be sent at once.
+"""Converts token ids to text that may be sent at once.
 
-Nothing sent is ever taken back: half a character and what may become a stop string wait. With no stop matched, all
-pieces together are what the tokenizer makes of all ids at once. A token costs the same however long the answer is.
+Nothing sent is ever taken back: half a character and a possible stop string wait. With no stop matched, all pieces
+together are what the tokenizer makes of all ids at once. A token costs the same however long the answer is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from service.core.text.tokenizer import Tokenizer
 
 
 class Piece(NamedTuple):
-    """What some ids brought."""
-
     text: str
     stop: str | None  # the stop string that matched; the text ends there
     ids: int  # how many of the pushed ids belong to the answer
@@ -25,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """One answer's. Stop strings that end before token number `min_tokens` are text like any other."""
+    """Detokenizes one answer. Stop strings that end before token number `min_tokens` are ordinary text."""
 
     def __init__(
         self,
@@ -76,7 +74,7 @@ class Detokenizer:
         return Piece("".join(texts), None, len(ids), _cuts(texts))
 
     def flush(self) -> Piece:
-        """What was withheld. It may complete a stop string."""
+        """Returns what was withheld. It may complete a stop string."""
         if self._stop is not None:
             return Piece("", self._stop, 0, ())
         rest = self._assembler.flush()

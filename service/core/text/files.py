@@ -1,4 +1,4 @@
-"""Reads the text side of a model folder. Whatever is wrong becomes InvalidModel: one line, the file and the remedy."""
+"""Reads the text side of a model folder. Every fault becomes InvalidModel: one line, the file and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REMEDY = "copy it again from where the model came from"
 
 
 def one_line(error: object) -> str:
-    """The text of a foreign error, fit for a log line."""
+    """Shortens the text of a foreign error to one line for the log."""
     return " ".join(str(error).split())[:300]
 
 
@@ -39,7 +39,7 @@ class ModelFiles:
         raise InvalidModel(f"{path}: {problem}; {remedy}")
 
     def read(self, name: str, remedy: str = REMEDY) -> bytes:
-        """A regular file of at most MAX_BYTES; a pipe or a device would never end."""
+        """Reads a regular file of at most MAX_BYTES; a pipe or a device would never end."""
         if self.template is not None and name == TEMPLATE:
             return ModelFiles(self.template.parent).read(self.template.name, "name a file that holds a Jinja template")
         if is_gguf(self.folder):
@@ -83,7 +83,7 @@ class ModelFiles:
             raise InvalidModel(str(error)) from error
 
     def object(self, name: str) -> dict[str, Any]:
-        """The JSON object in a file; an empty one where there is no such file."""
+        """Returns the JSON object in a file; an empty one where there is no such file."""
         text = self.text_or_none(name)
         if text is None:
             return {}
@@ -98,7 +98,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """What the model's generation_config.json says about sampling and length. None where it says nothing."""
+    """Defaults of generation_config.json about sampling and length. None where it has none."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -128,7 +128,6 @@ def _whole(files: ModelFiles, config: dict[str, Any], key: str, low: int) -> int
 
 
 def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults:
-    """Defaults out of generation_config.json."""
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         files.refuse("generation_config.json", "do_sample is neither true nor false", "correct it or delete the line")
@@ -146,7 +145,7 @@ def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults
 
 
 def read_eos(files: ModelFiles, generation: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-text ids of generation_config.json, of config.json where the former names none."""
+    """Returns the end-of-text ids of generation_config.json, of config.json where the former names none."""
     model = files.object("config.json")
     size = model.get("vocab_size")
     for name, config in (("generation_config.json", generation), ("config.json", model)):

@@ -1,4 +1,4 @@
-"""What each token id stands for, read off the tokenizer once, so that a token costs a table look-up."""
+"""Reads once what each token id stands for, so that a token costs a table look-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>")
 
 
 def byte_letters() -> dict[str, int]:
-    """The letters in which byte-level vocabularies spell bytes: printable ones as themselves, others from U+0100."""
+    """Returns the letters in which byte-level vocabularies spell bytes: printable ones as themselves, others from
+    U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -27,16 +28,16 @@ def byte_letters() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ByteLevelPieces:
-    """Vocabulary spelled in bytes; b"" for ids that bring no text."""
+    """Vocabulary spelled in bytes; b"" for ids without text."""
 
     table: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackPieces:
-    """Vocabulary of texts with single bytes for the rest; None for ids that bring no text.
+    """Vocabulary of texts, with single bytes for the rest; None for ids without text.
 
-    `strip` many of `strip_char` are taken off the beginning of a text that stands alone.
+    Up to `strip` of `strip_char` are removed from the beginning of a text that stands alone.
     """
 
     table: list[str | int | None]
@@ -46,7 +47,7 @@ class FallbackPieces:
 
 @dataclass(frozen=True, slots=True)
 class OpaquePieces:
-    """Only the library knows how to turn these ids into text. `anchor` is some id that brings text."""
+    """Ids that only the library can turn into text. `anchor` is an id that has text."""
 
     backend: Backend
     silent: frozenset[int]
@@ -69,14 +70,14 @@ def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
 
 
 def with_special(pieces: Pieces, backend: Backend, tokens: Mapping[int, str]) -> Pieces:
-    """The same, with special tokens as text; `tokens` are these."""
+    """Returns the pieces with the special `tokens` as text."""
     match pieces:
         case ByteLevelPieces(table=data):
             return ByteLevelPieces(_with(data, dict(zip(tokens, _spelled(tokens.values()), strict=True))))
         case FallbackPieces(table=table, strip_char=char, strip=strip):
             pairs = _replaced(_decoder_steps(backend))
-            shown = {index: _fallback_piece(token, pairs) for index, token in tokens.items()}
-            return FallbackPieces(_with(table, shown), char, strip)
+            visible = {index: _fallback_piece(token, pairs) for index, token in tokens.items()}
+            return FallbackPieces(_with(table, visible), char, strip)
         case OpaquePieces(anchor=anchor):
             return OpaquePieces(backend, frozenset(), anchor, skip_special=False)
 
@@ -86,8 +87,8 @@ def _with(table: list[_Entry], more: Mapping[int, _Entry]) -> list[_Entry]:
 
 
 def read_tokens(backend: Backend) -> list[str | None]:
-    """The text of each id as the vocabulary spells it. None where an id is unused. Raises ValueError where ids or
-    tokens are too large for a table."""
+    """Returns the text of each id as the vocabulary spells it, None where an id is unused. Raises ValueError where ids
+    or tokens are too large for a table."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     highest = max([*vocabulary.values(), *added], default=-1)
@@ -116,7 +117,7 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
             or len(text) > MAX_CONTENT
             or not step.get("pattern", {"String": "x"}).get("String")
         ):
-            raise ValueError("has a decoder whose cost cannot be told")
+            raise ValueError("has a decoder of unknown cost")
     return steps
 
 
@@ -140,7 +141,7 @@ def _spelled(tokens: Iterable[str | None]) -> list[bytes]:
 
 
 def _fallback(tokens: list[str | None], silent: frozenset[int], steps: list[dict[str, Any]]) -> FallbackPieces | None:
-    """Replace … Replace, ByteFallback, Fuse and maybe Strip: the pipeline of SentencePiece models."""
+    """Recognises the pipeline of SentencePiece models: Replace … Replace, ByteFallback, Fuse and maybe Strip."""
     replaced = 0
     while replaced < len(steps) and steps[replaced]["type"] == "Replace" and "String" in steps[replaced]["pattern"]:
         replaced += 1

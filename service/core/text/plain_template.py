@@ -1,8 +1,8 @@
-"""Which chat templates may be compiled and rendered in the front: those that a look at their syntax shows to be cheap.
+"""Decides by syntax which chat templates are cheap enough to be compiled and rendered in the front.
 
-A plain template loops over messages alone, one loop in none, and calls nothing that could make much of little: its time
-and its text are bounded by its own size times that of the messages. Whatever is not known here is not plain and goes to
-a text process, so this may be strict. It is no guard against a template that wants out of its sandbox.
+A plain template loops over messages alone, never in a nested loop, and calls nothing that could make a long text of a
+short one: its time and text are bounded by its own size times that of the messages. Unknown syntax is not plain and
+goes to a text process, so this may be strict. It is no guard against a template that tries to escape its sandbox.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _TIME = re.compile(r"([^%]|%[A-Za-z%]){0,100}")  # a width could be a billion
 
 
 def is_plain(template: nodes.Template) -> bool:
-    """Whether it may be rendered on the event loop, for a chat that is short."""
+    """Whether a short chat may be rendered on the event loop."""
     every = list(_below(template))
     if len(every) > _MAX_NODES:
         return False
@@ -64,7 +64,6 @@ def is_plain(template: nodes.Template) -> bool:
 
 
 def _below(node: nodes.Node) -> Iterator[nodes.Node]:
-    """It and all that it is made of."""
     left = [node]
     while left:
         one = left.pop()
@@ -73,7 +72,7 @@ def _below(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def _cheap(node: nodes.Node) -> bool:
-    """The node by itself; loops and what grows are looked at elsewhere."""
+    """Whether the node by itself is cheap; loops and growth are checked elsewhere."""
     match node:
         case nodes.For():
             return not node.recursive and _names(node.target).isdisjoint(_LISTS | _RESERVED)
@@ -120,7 +119,7 @@ def _is_time(node: nodes.Node) -> bool:
 
 
 def _loops(node: nodes.Node, lists: frozenset[str], inside: bool) -> bool:
-    """Whether every loop is over messages, and within one only over what messages do not have."""
+    """Whether every loop runs over messages, and a nested one only over fields that our messages lack."""
     if isinstance(node, nodes.For):
         if not (_is_absent(node.iter) if inside else _is_list(node.iter, lists) or _is_absent(node.iter)):
             return False
@@ -129,14 +128,13 @@ def _loops(node: nodes.Node, lists: frozenset[str], inside: bool) -> bool:
 
 
 def _is_list(node: nodes.Node, lists: frozenset[str]) -> bool:
-    """Messages, or a slice of them."""
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return _is_list(node.node, lists)
     return isinstance(node, nodes.Name) and node.name in lists
 
 
 def _is_absent(node: nodes.Node) -> bool:
-    """`message.tool_calls` and the like: our messages have a role and a content."""
+    """Whether the node is `message.tool_calls` or the like: our messages have only a role and a content."""
     if isinstance(node, nodes.Getattr):
         return isinstance(node.node, nodes.Name) and node.attr not in _TEXTS and node.node.name not in _RESERVED
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
@@ -146,7 +144,7 @@ def _is_absent(node: nodes.Node) -> bool:
 
 
 def _lists(assigned: list[nodes.Assign]) -> frozenset[str] | None:
-    """Names that only ever stand for messages; None where one of _LISTS may be something else."""
+    """Returns the names that only ever stand for messages; None where one of _LISTS may be something else."""
     lists = set(_LISTS)
     for _ in assigned:  # until nothing is added; a chain is no longer than that
         for node in assigned:
@@ -162,7 +160,7 @@ def _lists(assigned: list[nodes.Assign]) -> frozenset[str] | None:
 
 
 def _grow_once(assigned: list[nodes.Assign]) -> bool:
-    """Whether no text is made of texts that were made by adding: `x = x + x` again and again makes billions."""
+    """Whether no text is added to itself repeatedly: `x = x + x` again and again makes billions."""
     grown: set[str] = set()
     for _ in assigned:
         grown |= {
@@ -181,7 +179,6 @@ def _grow_once(assigned: list[nodes.Assign]) -> bool:
 
 
 def _grows(node: nodes.Node) -> bool:
-    """Whether its text may be longer than those it is made of."""
     every = list(_below(node))
     picked = {id(one.node) for one in every if _picks(one)}  # a text out of a list, and not the list as text
     return any(_grows_by_itself(one) for one in every if id(one) not in picked)
@@ -204,7 +201,7 @@ def _picks(node: nodes.Node) -> TypeGuard[nodes.Getitem | nodes.Filter]:
 
 
 def _closed(every: list[nodes.Node], assigned: list[nodes.Assign]) -> bool:
-    """Whether namespaces are used for what is in them alone: as text, one has all of it."""
+    """Whether namespaces are only used for their attributes: as text, one has all of it."""
     spaces = {
         name
         for node in assigned

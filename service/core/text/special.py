@@ -1,7 +1,7 @@
-"""Which tokens of a model are special, by the rules of transformers 5.
+"""Finds a model's special tokens by the rules of transformers 5.
 
-Whether BOS is put before a text is tokenizer.json's business alone: its post-processor says so. `add_bos_token` in
-tokenizer_config.json is left from the time before that file, and transformers passes it over as well.
+Whether BOS is put before a text is decided by tokenizer.json's post-processor alone. `add_bos_token` in
+tokenizer_config.json dates from before that file, and transformers ignores it as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def _token(files: ModelFiles, value: object) -> AddedToken | None:
-    """A token as the settings write it: its text, or an object with flags."""
+    """Reads a token as the settings write it: its text, or an object with flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False) if value else None
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -29,14 +29,14 @@ def _token(files: ModelFiles, value: object) -> AddedToken | None:
 
 
 def _merged(files: ModelFiles, config: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with special_tokens_map.json over them where they are old enough to need it."""
+    """Returns the settings, overridden by special_tokens_map.json where they are old enough to need it."""
     if "added_tokens_decoder" in config:
         return config
     return {**config, **files.object("special_tokens_map.json")}
 
 
 def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, AddedToken]]:
-    """`added_tokens_decoder`: tokens with their ids."""
+    """Returns the tokens of `added_tokens_decoder` with their ids."""
     table = config.get("added_tokens_decoder") or {}
     declared = []
     try:

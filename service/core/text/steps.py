@@ -1,5 +1,5 @@
-"""What can be told of a tokenizer without running it, from its steps: whether it is quick with any text, and how many
-bytes a token can stand for."""
+"""Derives facts of a tokenizer from its steps without running it: whether it is fast with any text, and how many bytes
+a token can stand for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NFC = 4
 
 
 def is_plain(backend: Backend) -> bool:
-    """Whether it is quick with any short text. Asks for more than it would have to."""
+    """Whether the tokenizer is fast with any short text. Stricter than necessary."""
     model, post = backend.model, backend.post_processor
     if type(model).__name__ != "BPE" or getattr(model, "dropout", None) is not None:
         return False
@@ -41,7 +41,8 @@ def is_plain(backend: Backend) -> bool:
 
 
 def longest_token(backend: Backend, pieces: Pieces) -> int:
-    """Bytes of UTF-8 that one token can stand for at most; 0 where that cannot be told, since some are dropped."""
+    """Returns the most bytes of UTF-8 that one token can stand for; 0 where some are dropped, so that there is no
+    bound."""
     added = backend.get_added_tokens_decoder().values()
     steps = _steps(backend)
     kinds = {step["type"] for step in steps}
@@ -81,7 +82,6 @@ def _keeps(step: dict[str, Any]) -> bool:
 
 
 def _steps(backend: Backend) -> list[dict[str, Any]]:
-    """Normalizer and pre-tokenizer, step by step."""
     steps = []
     for part, inner in ((backend.normalizer, "normalizers"), (backend.pre_tokenizer, "pretokenizers")):
         state = {} if part is None else json.loads(part.__getstate__())

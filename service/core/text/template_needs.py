@@ -1,4 +1,4 @@
-"""What a chat template takes beside messages that are a role and a text, as its syntax shows."""
+"""Derives from a chat template's syntax what it takes beside messages with a role and a text."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _KINDS = frozenset({"string", "iterable", "sequence", "mapping"})  # tests that 
 
 
 def mentions_tools(template: nodes.Template) -> bool:
-    """Whether the variable `tools` is read anywhere. Where it is not, tools would be left out in silence."""
+    """Whether the variable `tools` is read anywhere. Otherwise tools would be left out in silence."""
     return any(name.name == _TOOLS and name.ctx == "load" for name in template.find_all(nodes.Name))
 
 
 def looks_into_content(template: nodes.Template) -> bool:
-    """Whether a message's content may be a list of parts: the template loops over one, or asks what a value is. Without
+    """Whether a message's content may be a list of parts: the template loops over one, or tests its type. Without
     either, a template joins content to other texts, which fails for a list, or prints the list as Python does."""
     if any(test.name in _KINDS for test in template.find_all(nodes.Test)):
         return True

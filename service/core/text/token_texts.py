@@ -1,4 +1,4 @@
-"""What a token stands for by itself, as those see it who read log-probabilities."""
+"""Spells single tokens for readers of log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ NOTHING = ("", b"")
 
 
 class TokenTexts:
-    """Of one vocabulary, special tokens included."""
-
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """Its text, and its bytes where they are no whole characters. Nothing for an id that stands for nothing."""
+        """Returns a token's text, and its bytes where they are no whole characters. Empty for an id without text."""
         pieces = self._pieces
         if isinstance(pieces, ByteLevelPieces):
             return _text(pieces.table[token_id]) if token_id < len(pieces.table) else NOTHING

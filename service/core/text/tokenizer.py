@@ -1,4 +1,4 @@
-"""A model's tokenizer, read from its folder: text and chats to token ids, and what the folder says about defaults."""
+"""Reads a model's tokenizer from its folder: text and chats to token ids, and the folder's defaults."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ class Tokenizer:
         self._special = _special_pattern(backend)
         added = backend.get_added_tokens_decoder()
         self.added = {token.content: index for index, token in added.items()}
-        self._shown = {index: token.content for index, token in added.items() if token.special}
-        self.special = frozenset(self._shown)
+        self._special_texts = {index: token.content for index, token in added.items() if token.special}
+        self.special = frozenset(self._special_texts)
         self.template_source = "".join(template.source for template in templates.values())
         self._longest = longest_token(backend, self.pieces)  # bytes
         self._plain = is_plain(backend)
 
     @classmethod
     def load(cls, folder: str | Path, only_plain: bool = False, template: Path | None = None) -> Self:
-        """With `only_plain`, a chat template that is not plain is not compiled. `template` is a file that takes the
-        place of the folder's own. Raises InvalidModel."""
+        """Loads the tokenizer. With `only_plain`, a chat template that is not plain is not compiled. `template` is a
+        file that takes the place of the folder's own. Raises InvalidModel."""
         files = ModelFiles(Path(folder), template)
         vocabulary = files.read(VOCABULARY, NO_VOCABULARY)
         try:
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> Self:
-        """One id a byte, for an engine that has no model."""
+        """Makes a tokenizer with one id per byte, for an engine without a model."""
         backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
@@ -119,17 +119,15 @@ class Tokenizer:
 
     @cached_property
     def all_pieces(self) -> Pieces:
-        """As `pieces`, special tokens included."""
-        return with_special(self.pieces, self._backend, self._shown)
+        """Returns `pieces` with special tokens included."""
+        return with_special(self.pieces, self._backend, self._special_texts)
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """What each id stands for by itself."""
         return TokenTexts(self.all_pieces)
 
     @property
     def chat(self) -> bool:
-        """Whether there is a chat template."""
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
@@ -138,9 +136,9 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, most: int | None = None
     ) -> list[int]:
-        """Special tokens that the caller spells out stay plain text; only the template's own count.
+        """Encodes a chat. Special tokens that the caller spells out stay plain text; only the template's own count.
 
-        Raises ChatTemplateError, also where it is plain before tokenizing that there are more than `most` ids.
+        Raises ChatTemplateError, also where there are plainly more than `most` ids before tokenizing.
         """
         template = self._tools_template if options.tools else self._template
         if template is None:
@@ -184,7 +182,7 @@ class Tokenizer:
         return not isinstance(self.pieces, OpaquePieces) and len(ids) <= SHORT
 
     def least_tokens(self, text: str) -> int:
-        """A floor on the length of `encode(text)`; 0 where the tokenizer allows none. Copies no more than it has to."""
+        """Returns a lower bound of `encode(text)`'s length; 0 where the tokenizer allows none. Avoids copies."""
         if not self._longest:
             return 0
         size = len(text)
@@ -193,7 +191,7 @@ class Tokenizer:
         return -(-size // self._longest)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Special tokens and ids beyond the vocabulary are left out. Ids are not negative."""
+        """Decodes ids, leaving out special tokens and ids beyond the vocabulary. Ids are not negative."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -203,7 +201,7 @@ class Tokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _mark(self, texts: Sequence[str]) -> str | None:
-        """A text that none of them has, if one of them spells out a special token."""
+        """Returns a text that none of the texts contains, if one of them spells out a special token."""
         special = self._special
         if special is None or not any(special.search(text) for text in texts):
             return None
@@ -219,7 +217,6 @@ class Tokenizer:
 
 
 def _escaped(mark: str) -> str:
-    """As it is in JSON of ASCII."""
     return json.dumps(mark)[1:-1]
 
 
@@ -237,8 +234,8 @@ def _others(sources: dict[str, str]) -> list[str]:
 def _read_templates(
     files: ModelFiles, config: dict[str, Any], special: dict[str, str], only_plain: bool
 ) -> tuple[dict[str, str], dict[str, ChatTemplate]]:
-    """chat_template.jinja and the one for tools beside it, or what tokenizer_config.json has; by name, those that are
-    used."""
+    """Reads chat_template.jinja and the one for tools beside it, or what tokenizer_config.json has; by name, those that
+    are used."""
     name = CONFIG
     try:
         written = {"default": TEMPLATE, "tool_use": TOOLS_TEMPLATE}

@@ -1,4 +1,4 @@
-"""Who may go on, so many at a time: those who wait are let on in turns of one for each sender."""
+"""Grants a limited number of turns, one sender after another."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, deque
 
 
-class Turns:
+class FairTurns:
     """Grants `count` turns at a time, at most `each` of them to one sender (None: all). Belongs to one event loop."""
 
     def __init__(self, count: int, each: int | None = None) -> None:
@@ -32,7 +32,6 @@ class Turns:
             raise
 
     def release(self, sender: str) -> None:
-        """Lets the next one on."""
         self._free += 1
         self._running[sender] -= 1
         if not self._running[sender]:

@@ -1,1 +1,1 @@
-"""The console: one page on the metrics port, its state as JSON, and two methods of whippet.v1 called from it."""
+"""Serves the console: one page on the metrics port, its state as JSON, and two methods of whippet.v1."""

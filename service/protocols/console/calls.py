@@ -23,7 +23,7 @@ from service.pb.whippet.v1 import admin_pb2, generation_pb2
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION
 from service.transport.call.context import Context, Trailers
 from service.transport.call.errors import forget_frames
-from service.transport.port.http1 import Exchange, Refused, head, response
+from service.transport.port.http1 import Exchange, RequestRefused, head, response
 
 JSON = "application/json"
 LINES = "application/x-ndjson"
@@ -62,8 +62,6 @@ Body = Callable[[object, Context], Awaitable[bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Which method a path calls, and its messages."""
-
     method: str
     request: type[Message]
     response: type[Message]
@@ -79,16 +77,14 @@ ROUTES: Mapping[str, Route] = {
 }
 
 
-class Details(NamedTuple):
-    """What a handler is looked up by. As grpc.HandlerCallDetails."""
+class ConsoleCallDetails(NamedTuple):
+    """Has the fields of grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...]
 
 
-class Presented:
-    """What an exchange brings to say who makes it."""
-
+class ConsoleCredentials:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
@@ -100,9 +96,7 @@ class Presented:
         return self.exchange.names
 
 
-class HttpCall(Presented):
-    """A Context whose caller speaks HTTP."""
-
+class HttpCall(ConsoleCredentials):
     def __init__(self, exchange: Exchange, route: Route) -> None:
         super().__init__(exchange)
         self._route = route
@@ -121,18 +115,17 @@ class HttpCall(Presented):
         return self._code
 
     async def read(self) -> object:
-        """The message, once. Raises InvalidRequest."""
+        """Returns the message, once. Raises InvalidRequest."""
         if not self._unread:
             return None
         return parsed(self._route.request, await self.body())
 
     async def body(self) -> bytes:
-        """Raises InvalidRequest."""
         self._unread = False
         try:
             return await self.exchange.body()
-        except (Refused, asyncio.IncompleteReadError) as error:
-            raise _wrong(str(error) if isinstance(error, Refused) else "the body is cut") from None
+        except (RequestRefused, asyncio.IncompleteReadError) as error:
+            raise _wrong(str(error) if isinstance(error, RequestRefused) else "the body is cut") from None
         finally:
             self.received.set()
 
@@ -143,8 +136,8 @@ class HttpCall(Presented):
                 await self.body()
 
     async def write(self, message: bytes, /) -> None:
-        shown = MessageToDict(self._route.response.FromString(message), preserving_proto_field_name=True)
-        await self._write(shown)
+        reply = MessageToDict(self._route.response.FromString(message), preserving_proto_field_name=True)
+        await self._write(reply)
 
     async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...], /) -> None:
         self._begin(dict(metadata))
@@ -159,12 +152,12 @@ class HttpCall(Presented):
             writer.write(refusal(code, error))
         raise grpc.aio.AbortError
 
-    async def _write(self, shown: object) -> None:
+    async def _write(self, reply: object) -> None:
         writer = self.exchange.writer
         if writer.is_closing():
             raise grpc.aio.InternalError("the client has gone")
         self._begin({})
-        writer.write(_line(shown))
+        writer.write(_line(reply))
         await writer.drain()
 
     def _begin(self, headers: Mapping[str, str]) -> None:
@@ -173,17 +166,15 @@ class HttpCall(Presented):
             self.exchange.writer.write(head(200, {"Content-Type": LINES, **SAFE, **headers}))
 
 
-class Calls:
-    """Runs handlers of gRPC for exchanges."""
-
+class ConsoleCalls:
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers`: of whippet.v1's services, those of the admin port included."""
+        """`handlers` belong to whippet.v1's services, those of the admin port included."""
         self._handlers = tuple(handlers)
 
     async def run(self, exchange: Exchange, route: Route) -> None:
         """Answers the exchange. A client that goes away cancels the handler, as it does over gRPC."""
         call = HttpCall(exchange, route)
-        body = self._body(Details(route.method, call.invocation_metadata()))
+        body = self._body(ConsoleCallDetails(route.method, call.invocation_metadata()))
         exchange.hold()
         handling = asyncio.ensure_future(_handle(body, call))
         leaving = asyncio.ensure_future(_gone(call))
@@ -196,7 +187,7 @@ class Calls:
             exchange.release()
         await call.drain()
 
-    def _body(self, details: Details) -> Body:
+    def _body(self, details: ConsoleCallDetails) -> Body:
         found = next(
             method
             for handler in self._handlers
@@ -225,7 +216,7 @@ async def _gone(call: HttpCall) -> None:
 
 
 def parsed(kind: type[Message], body: bytes) -> bytes:
-    """A message's bytes out of its JSON form. Raises InvalidRequest, also where the JSON has too many values."""
+    """Converts a message from JSON to bytes. Raises InvalidRequest, also where the JSON has too many values."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, object])
         if sum(1 for _ in _values(tree)) > MAX_VALUES:
@@ -237,7 +228,7 @@ def parsed(kind: type[Message], body: bytes) -> bytes:
 
 
 def _values(tree: object) -> Iterator[object]:
-    """All values in a tree, at most one more than there may be."""
+    """Yields all values in a tree, at most one more than the limit."""
     todo, count = [tree], 0
     while todo and count <= MAX_VALUES:
         value = todo.pop()
@@ -254,7 +245,6 @@ def _wrong(description: str) -> InvalidRequest:
 
 
 def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[str, object]:
-    """What the page is told of a call that ended badly."""
     found: dict[str, object] = {"code": code.name, "message": details}
     for name, value in trailers:
         if name == "grpc-retry-pushback-ms" and isinstance(value, str):
@@ -263,11 +253,10 @@ def failure(code: grpc.StatusCode, details: str, trailers: Trailers) -> Mapping[
 
 
 def refusal(code: grpc.StatusCode, error: Mapping[str, object]) -> bytes:
-    """The whole response to a call that came to nothing."""
     status = _STATUSES.get(code, 500)
     known = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return response(status, JSON, msgspec.json.encode({"error": error}), headers={**SAFE, **known})
 
 
-def _line(shown: object) -> bytes:
-    return msgspec.json.encode(shown) + b"\n"
+def _line(reply: object) -> bytes:
+    return msgspec.json.encode(reply) + b"\n"

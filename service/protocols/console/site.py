@@ -1,4 +1,4 @@
-"""Which path is answered with what, and which requests are refused before anything is done for them.
+"""Routes the console's paths, and refuses requests before any work is done for them.
 
 A page of another site can make a browser send requests here. It cannot set a header of our own, since that takes a
 permission that nothing here gives; and where its own host name leads here (DNS rebinding), requests carry that name. So
@@ -16,13 +16,13 @@ from importlib import resources
 import grpc
 
 from service.core.errors import ServiceError
-from service.protocols.console.calls import JSON, ROUTES, SAFE, Calls, Presented, failure, refusal
-from service.protocols.console.state import State
+from service.protocols.console.calls import JSON, ROUTES, SAFE, ConsoleCalls, ConsoleCredentials, failure, refusal
+from service.protocols.console.state import ConsoleState
 from service.protocols.seam import UseCases
 from service.transport.call.auth import ALL_RIGHTS
 from service.transport.call.rpc import Guard
 from service.transport.call.status import failure_of
-from service.transport.port.http1 import Exchange, Refused, Request
+from service.transport.port.http1 import Exchange, RequestHead, RequestRefused
 
 HEADER = "x-whippet-console"
 STATE = "/api/state"
@@ -48,11 +48,11 @@ class Console:
         closed: str = "",
         secure: bool = False,
     ) -> None:
-        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why nobody may use
-        it, if that is so. `secure`: it is served over TLS alone."""
+        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why the console is
+        closed, if it is. `secure`: it is served over TLS alone."""
         self._guard = guard
-        self._calls = Calls(handlers)
-        self._state = State(cases)
+        self._calls = ConsoleCalls(handlers)
+        self._state = ConsoleState(cases)
         self._hosts = frozenset(name.lower() for name in hosts)
         self._closed = closed
         self._secure = secure
@@ -60,7 +60,6 @@ class Console:
         self._files = {path: (kind, folder.joinpath(name).read_bytes()) for path, (name, kind) in _FILES.items()}
 
     async def answer(self, exchange: Exchange) -> None:
-        """See Site.answer."""
         request = exchange.request
         self._check_connection(exchange)
         if request.path in self._files:
@@ -75,43 +74,43 @@ class Console:
             _check_method(request, "POST")
             _check_script(request)
             if request.headers.get("content-type", "").partition(";")[0].strip() != JSON:
-                raise Refused(415, f"send {JSON}")
+                raise RequestRefused(415, f"send {JSON}")
             await self._calls.run(exchange, route)
         else:
-            raise Refused(404, "there are / and /metrics")
+            raise RequestRefused(404, "there are / and /metrics")
 
     def _show_state(self, exchange: Exchange) -> None:
         try:
-            rights = self._guard.authorize(Presented(exchange), ALL_RIGHTS).rights
+            rights = self._guard.authorize(ConsoleCredentials(exchange), ALL_RIGHTS).rights
         except ServiceError as error:
             found = failure_of(error, None)
             exchange.writer.write(refusal(found.code, failure(found.code, found.message, found.trailers)))
             return
         exchange.respond(JSON, self._state.json(rights), SAFE)
-        exchange.again = partial(self._state_again, Presented(exchange))
+        exchange.again = partial(self._state_again, ConsoleCredentials(exchange))
 
-    def _state_again(self, who: Presented) -> bytes | None:
-        """The response for a page that polls. It may have lost its rights since."""
+    def _state_again(self, who: ConsoleCredentials) -> bytes | None:
+        """Returns the response for a page that polls, whose rights are checked again."""
         try:
             return self._state.response(self._guard.authorize(who, ALL_RIGHTS).rights)
         except ServiceError:
             return None
 
     def _check_connection(self, exchange: Exchange) -> None:
-        """Raises Refused for whoever came by another way than the page's own."""
+        """Raises RequestRefused unless the request came from the console's own page."""
         request = exchange.request
         host = request.headers.get("host", "")
         if not self._is_ours(host):
-            raise Refused(421, "the console is not known by this host name; see console.hosts")
+            raise RequestRefused(421, "the console is not known by this host name; see console.hosts")
         if self._closed:
-            raise Refused(403, self._closed)
+            raise RequestRefused(403, self._closed)
         if self._secure and not exchange.secure:
             location = {"Location": f"https://{host}/"} if request.path == "/" else {}
-            raise Refused(308 if location else 403, "the console is served over TLS", location)
+            raise RequestRefused(308 if location else 403, "the console is served over TLS", location)
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a name is an address, localhost or one of ours: a name of somebody else's that leads here is an
-        attack, DNS rebinding."""
+        """Whether a name is an address, localhost or one of ours: a foreign name that leads here is an attack, DNS
+        rebinding."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False
@@ -127,18 +126,18 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _check_method(request: Request, *methods: str) -> None:
+def _check_method(request: RequestHead, *methods: str) -> None:
     if request.method not in methods:
-        raise Refused(405, f"use {methods[0]}", {"Allow": ", ".join(methods)})
+        raise RequestRefused(405, f"use {methods[0]}", {"Allow": ", ".join(methods)})
 
 
-def _check_script(request: Request) -> None:
+def _check_script(request: RequestHead) -> None:
     """Raises Refused unless our own page's script, or a program that is no browser, sends the request."""
     headers: Mapping[str, str] = request.headers
     origin = headers.get("origin")
     if HEADER not in headers:
-        raise Refused(403, f"send the header {HEADER}")
+        raise RequestRefused(403, f"send the header {HEADER}")
     if origin is not None and origin.partition("://")[2] != headers.get("host"):
-        raise Refused(403, "another site's page may not ask")
+        raise RequestRefused(403, "another site's page may not ask")
     if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        raise Refused(403, "another site's page may not ask")
+        raise RequestRefused(403, "another site's page may not ask")

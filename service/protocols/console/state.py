@@ -1,4 +1,4 @@
-"""What the page shows, as JSON: what GetLoad, GetModel and ListOptimizations answer, and the last errors."""
+"""Collects the page's state as JSON: answers of GetLoad, GetModel and ListOptimizations, and the last errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from service.transport.port.http1 import KEPT, response
 _LASTS = 1.0  # seconds
 
 
-class State:
-    """Made once a second at most, however many pages ask."""
+class ConsoleState:
+    """Computed once a second at most, however many pages poll."""
 
     def __init__(self, cases: UseCases, clock: Callable[[], float] = time.monotonic) -> None:
         self._cases = cases
@@ -33,20 +33,20 @@ class State:
         self._made_at = float("-inf")
 
     def json(self, rights: Rights) -> bytes:
-        """For callers with these rights, as of now or of less than a second ago. Who may not look at the server learns
-        what else is permitted."""
+        """Returns JSON for callers with these rights, less than a second old. Callers without the right to view get
+        only their rights."""
         now = self._clock()
         if now - self._made_at >= _LASTS:
             self._made_at, self._whole = now, msgspec.json.encode(self._read())
             self._made, self._responses = {}, {}
         if rights not in self._made:
             looks = not RIGHTS[ADMIN]["GetLoad"].isdisjoint(rights)
-            shown = self._whole if looks else b"null"
-            self._made[rights] = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), shown)
+            state = self._whole if looks else b"null"
+            self._made[rights] = b'{"rights":%b,"state":%b}' % (msgspec.json.encode(sorted(rights)), state)
         return self._made[rights]
 
     def response(self, rights: Rights) -> bytes:
-        """The same as a response that keeps its connection."""
+        """Returns the JSON as a response that keeps its connection."""
         body = self.json(rights)
         if rights not in self._responses:
             self._responses[rights] = response(200, JSON, body, headers={**SAFE, **KEPT})
@@ -55,17 +55,17 @@ class State:
     def _read(self) -> dict[str, object]:
         cases = self._cases
         return {
-            "load": _shown(render_load.load(cases)),
+            "load": _page_state(render_load.load(cases)),
             "model": self._model(),
             "objection": cases.objection,
-            "optimizations": [_shown(render.optimization(switch)) for switch in cases.switches.all()],
+            "optimizations": [_page_state(render.optimization(switch)) for switch in cases.switches.all()],
             "cache_bytes": dict(cases.caches.held()),
             "errors": list(self._errors()),
         }
 
     def _model(self) -> dict[str, Any] | None:
         ready = self._cases.engine.state is EngineState.READY and self._cases.engine.info is not None
-        return _shown(render.model(self._cases.model.describe())) if ready else None
+        return _page_state(render.model(self._cases.model.describe())) if ready else None
 
     def _errors(self) -> Iterator[dict[str, object]]:
         for record in self._cases.instruments.recent:
@@ -79,8 +79,7 @@ class State:
             }
 
 
-def _shown(message: Message) -> dict[str, Any]:
-    """Fields that are zero, too."""
+def _page_state(message: Message) -> dict[str, Any]:
     found: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )

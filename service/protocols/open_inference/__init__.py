@@ -1,1 +1,2 @@
-"""inference: KServe's open inference protocol over gRPC, with Triton's streams; see docs/protocols.md."""
+"""Implements package inference: KServe's open inference protocol over gRPC, with Triton's streams; see
+docs/protocols.md."""

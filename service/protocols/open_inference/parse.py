@@ -1,4 +1,4 @@
-"""Messages to plain data. What is not served is refused by its name."""
+"""Converts messages to plain data. Refuses by name what is not served."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from engine.api import Priority
 from service.core.errors import Unimplemented, UnknownModel
-from service.core.request import COMPANY, CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
+from service.core.request import COALESCING_DELAY, CacheUse, Delivery, ModelFacts, Output, Request, TextPrompt
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.open_inference.sampling import Parameters, from_json, from_parameters
 from service.protocols.open_inference.tensors import LACKING, OUTPUTS, TEXT, Value, read_inputs
-from service.protocols.wishes import read_answers, read_request_id, read_sampling, read_stops
+from service.protocols.sampling_fields import read_answers, read_request_id, read_sampling, read_stops
 
 VERSION = "1"
 _SAMPLING = "sampling_parameters"
@@ -27,9 +27,7 @@ _EMPTY_FINAL = "triton_enable_empty_final_response"  # a parameter: in a stream 
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request, and what its answer looks like on the wire."""
-
+class ParsedInference:
     request: Request
     id: str  # the caller's
     model: str
@@ -39,12 +37,11 @@ class Question:
 
 
 def check_model(name: str, version: str, facts: ModelFacts) -> None:
-    """Raises UnknownModel."""
     if name != facts.name or version not in ("", VERSION):
         raise UnknownModel(f"{name}:{version}" if version else name, facts.name)
 
 
-def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) -> Question:
+def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) -> ParsedInference:
     """`streams`: the RPC can send an answer in pieces. Raises UnknownModel, InvalidRequest or Unimplemented."""
     check_model(message.model_name, message.model_version, facts)
     for tensor in message.inputs:
@@ -61,26 +58,26 @@ def read_infer(message: pb.ModelInferRequest, facts: ModelFacts, streams: bool) 
     without_prompt = bool(inputs.get("exclude_input_in_output", streamed))
     if streamed and not without_prompt:
         found.add("inputs[exclude_input_in_output]", "must be true where the answer is streamed")
-    wishes = _parameters(message, inputs, found)
+    parameters = _parameters(message, inputs, found)
     request = Request(
         request_id=read_request_id("", found),  # ids of this protocol need not differ, those of live requests must
         prompt=TextPrompt(text),
-        sampling=read_sampling(wishes.sampling(), facts, found, f"{_SAMPLING}."),
-        stops=read_stops(wishes.stops(), facts, found, f"{_SAMPLING}."),
-        output=Output(True, False, None, skip_special=wishes.skip_special),
+        sampling=read_sampling(parameters.sampling(), facts, found, f"{_SAMPLING}."),
+        stops=read_stops(parameters.stops(), facts, found, f"{_SAMPLING}."),
+        output=Output(True, False, None, skip_special=parameters.skip_special),
         priority=Priority.NORMAL,
         time_budget=None,
-        delivery=Delivery(1, 0.0, COMPANY),
+        delivery=Delivery(1, 0.0, COALESCING_DELAY),
         cache=CacheUse(),
-        seeded=wishes.seeded,
-        constraint=wishes.constraint(),
-        answers=read_answers(wishes.answers, None, found, f"{_SAMPLING}.n"),
+        seeded=parameters.seeded,
+        constraint=parameters.constraint(),
+        answers=read_answers(parameters.answers, None, found, f"{_SAMPLING}.n"),
     )
     if streams and request.answers > 1:
         found.add(f"{_SAMPLING}.n", "must be 1 in ModelStreamInfer: ModelInfer gives several answers")
     outputs = _outputs(message, inputs, found)
     found.raise_any()
-    return Question(request, message.id, facts.name, streamed, "" if without_prompt else text, outputs)
+    return ParsedInference(request, message.id, facts.name, streamed, "" if without_prompt else text, outputs)
 
 
 def _text(value: Value | None, found: Violations) -> str:
@@ -94,7 +91,7 @@ def _text(value: Value | None, found: Violations) -> str:
 
 
 def _parameters(message: pb.ModelInferRequest, inputs: Mapping[str, Value], found: Violations) -> Parameters:
-    """Those of the tensor; without it those of the request."""
+    """Returns the parameters of the tensor; without it those of the request."""
     given = {name: value for name, value in from_parameters(message.parameters).items() if name != _EMPTY_FINAL}
     data = inputs.get(_SAMPLING)
     if not isinstance(data, bytes):
@@ -112,5 +109,5 @@ def _outputs(message: pb.ModelInferRequest, inputs: Mapping[str, Value], found: 
             found.add(f"outputs[{tensor.name[:64]}]", f"is no tensor of this answer{asked}")
         if tensor.parameters:
             found.add(f"outputs[{tensor.name[:64]}].parameters", "must be empty")
-    wished = {tensor.name for tensor in message.outputs}
-    return frozenset(there & wished if wished else there)
+    requested = {tensor.name for tensor in message.outputs}
+    return frozenset(there & requested if requested else there)

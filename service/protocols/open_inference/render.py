@@ -1,4 +1,4 @@
-"""Plain data to messages."""
+"""Converts plain data to messages."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from engine.api import FinishReason
 from service.core.answers.delivery import AnswerMessage
 from service.core.request import ModelFacts
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.open_inference.parse import VERSION, Question
+from service.protocols.open_inference.parse import VERSION, ParsedInference
 from service.protocols.open_inference.tensors import INPUTS, OUTPUTS, add_output
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishReason.LENGTH: "length"}
 
 
-def whole(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
-    """What is not streamed: an element for each answer."""
+def whole(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
+    """Makes the unary response, with an element for each answer."""
     return _response(sorted(messages, key=lambda one: one.number), question)
 
 
-def piece(message: AnswerMessage, question: Question) -> pb.ModelStreamInferResponse:
-    """In a stream: of an answer, or all of it."""
+def piece(message: AnswerMessage, question: ParsedInference) -> pb.ModelStreamInferResponse:
+    """Makes a message of a stream: part of an answer, or all of it."""
     response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
 
 
-def _response(messages: Sequence[AnswerMessage], question: Question) -> pb.ModelInferResponse:
+def _response(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
     response = pb.ModelInferResponse(model_name=question.model, model_version=VERSION, id=question.id)
     endings = [message.ending for message in messages if message.ending is not None]
     values: dict[str, Sequence[str | int]] = {
@@ -42,7 +42,7 @@ def _response(messages: Sequence[AnswerMessage], question: Question) -> pb.Model
 
 
 def failed(request_id: str, message: str) -> pb.ModelStreamInferResponse:
-    """In a stream: nothing more comes for this request."""
+    """Makes the last message for a failed request of a stream."""
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request_id))
 
 

@@ -1,5 +1,5 @@
-"""Sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or parameters of the request.
-Numbers may be written as texts."""
+"""Reads sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or parameters of the
+request. Numbers may be written as texts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.core.errors import Unimplemented
 from service.core.request import ConstraintText
 from service.core.validation import Violations
 from service.pb.inference import grpc_service_pb2 as pb
-from service.protocols.wishes import SamplingWish, StopWish, read_constraint
+from service.protocols.sampling_fields import SamplingFields, StopFields, read_constraint
 
 _MOST_JSON = 65_536  # bytes
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -35,7 +35,7 @@ _KNOWN = {
 
 
 def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
-    """Empty where it is no object."""
+    """Returns an empty mapping where it is no object."""
     value: Any = None
     if len(data) <= _MOST_JSON:
         with contextlib.suppress(ValueError, RecursionError):
@@ -49,13 +49,13 @@ def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
 
 
 def from_parameters(parameters: Mapping[str, pb.InferParameter]) -> Mapping[str, Any]:
-    """What is set in each."""
     chosen = {name: value.WhichOneof("parameter_choice") for name, value in parameters.items()}
     return {name: getattr(parameters[name], choice) if choice else None for name, choice in chosen.items()}
 
 
 class Parameters:
-    """Named values. Wrong ones are told to `found` and count as not set. Raises Unimplemented for unknown ones."""
+    """Reads named values. Wrong ones are reported to `found` and count as not set. Raises Unimplemented for unknown
+    ones."""
 
     def __init__(self, values: Mapping[str, Any], found: Violations, prefix: str) -> None:
         self._values = values
@@ -78,18 +78,18 @@ class Parameters:
     def seeded(self) -> bool:
         return self._values.get("seed") is not None
 
-    def sampling(self) -> SamplingWish:
+    def sampling(self) -> SamplingFields:
         top_k = self._whole("top_k")
-        return SamplingWish(
+        return SamplingFields(
             top_k=0 if top_k == -1 else top_k,  # as vLLM says that it is off
             seed=self._whole("seed"),
             logit_bias=self._bias(),
             **{name: self._number(name) for name in _NUMBERS},
         )
 
-    def stops(self) -> StopWish:
+    def stops(self) -> StopFields:
         stop = self._values.get("stop")
-        return StopWish(
+        return StopFields(
             max_tokens=self._whole("max_tokens"),
             fitted=True,
             min_tokens=self._whole("min_tokens") or 0,
@@ -100,22 +100,22 @@ class Parameters:
         )
 
     def constraint(self) -> ConstraintText | None:
-        """`structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
+        """Reads `structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
         name = next((name for name in _CONSTRAINTS if self._values.get(name) is not None), None)
         if name is None:
             return None
         given, field = self._values[name], self._prefix + name
         if isinstance(given, str):
             given = from_json(given.encode(), self._found, field)
-        wished = {key: value for key, value in given.items() if value} if isinstance(given, dict) else {}
-        kind, value = next(iter(wished.items()), ("", None))
-        for other in wished:
+        structured = {key: value for key, value in given.items() if value} if isinstance(given, dict) else {}
+        kind, value = next(iter(structured.items()), ("", None))
+        for other in structured:
             if other not in _KINDS:
                 raise Unimplemented(f"{field}.{other[:64]}", f"{field}.{other[:64]}: this server does not serve it")
         if kind == "json":
             value = value if isinstance(value, str) else json.dumps(value)
         texts = [] if kind == "json_object" else value if kind == "choice" else [value]
-        if len(wished) != 1 or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        if len(structured) != 1 or not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             self._found.add(field, "must be an object with one of json, json_object, regex, choice and grammar")
             return None
         return read_constraint(_KINDS[kind], texts, self._found, f"{field}.{kind}")

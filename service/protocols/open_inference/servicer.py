@@ -1,4 +1,4 @@
-"""The RPCs: parse, run the use case, render."""
+"""Implements the RPCs: parse, run the use case, render."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from service.observability.record import Observers
 from service.pb.inference import grpc_service_pb2 as pb
 from service.protocols.bodies import WholeOutlet, decode
 from service.protocols.open_inference import render
-from service.protocols.open_inference.parse import NAMES, VERSION, Question, check_model, read_infer
+from service.protocols.open_inference.parse import NAMES, VERSION, ParsedInference, check_model, read_infer
+from service.protocols.sampling_fields import fields_called
 from service.protocols.seam import UseCases
 from service.protocols.shape import check_shape
-from service.protocols.wishes import fields_called
 from service.transport.call.inbox import Inbox
 from service.transport.call.rpc import Call
 from service.transport.call.status import ResourceTypes, failure_of
@@ -26,9 +26,10 @@ RESOURCES = ResourceTypes(model="inference.Model", request="inference.ModelInfer
 
 
 class _Pieces:
-    """Writes messages as they come. Headers are the stream's, which has many requests, and say nothing of one."""
+    """Writes messages as they come. Headers belong to the stream, which has many requests, and describe none of
+    them."""
 
-    def __init__(self, writer: Writer, question: Question) -> None:
+    def __init__(self, writer: Writer, question: ParsedInference) -> None:
         self._writer = writer
         self._question = question
 
@@ -40,7 +41,7 @@ class _Pieces:
 
 
 class OpenInferenceServicer:
-    """inference.GRPCInferenceService."""
+    """Implements the service inference.GRPCInferenceService."""
 
     def __init__(self, cases: UseCases, inbox: Inbox, watch: StallWatch, observers: Observers) -> None:
         self._cases = cases
@@ -66,19 +67,18 @@ class OpenInferenceServicer:
         check_model(request.name, request.version, facts)
         return render.model_metadata(facts)
 
-    def read(self, message: pb.ModelInferRequest) -> Question:
-        """What is asked of ModelInfer."""
+    def read(self, message: pb.ModelInferRequest) -> ParsedInference:
         return read_infer(message, self._cases.model.facts(), streams=False)
 
-    async def infer(self, question: Question, call: Call) -> pb.ModelInferResponse:
+    async def infer(self, question: ParsedInference, call: Call) -> pb.ModelInferResponse:
         outlet = WholeOutlet(call.context, lambda found: render.whole(found, question))
         with fields_called(NAMES):
             await self._cases.generator.answer(question.request, call.origin, outlet)
         return outlet.response
 
     async def stream_infer(self, call: Call) -> None:
-        """Requests one after the other, so that what waits is not read yet. Each has a record of its own, beside that
-        of the stream."""
+        """Handles one request after the other, so that waiting ones are not read yet. Each has its own record, beside
+        the stream's."""
         with Writer(call.context, self._watch, call.origin.record) as writer:
             while await self._next(call, writer):
                 pass
@@ -101,7 +101,7 @@ class OpenInferenceServicer:
         return True
 
     async def _answer(self, data: bytes, origin: Origin, writer: Writer) -> None:
-        """What a request is refused with is told in the stream, which goes on."""
+        """Answers one request. A refusal is sent in the stream, which goes on."""
         request_id = ""
         try:
             check_shape(pb.ModelInferRequest, data)

@@ -1,4 +1,4 @@
-"""Which bytes go to which RPC, and the right that each needs."""
+"""Maps RPCs to methods, and to the right that each needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GENERATE: Rights = frozenset((Right.GENERATE,))
 
 
 class OpenInference:
-    """The protocol of `protos/inference`."""
+    """Implements the protocol of `protos/inference`."""
 
     counted = frozenset((f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"))
 

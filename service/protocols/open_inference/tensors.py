@@ -73,7 +73,6 @@ def _typed(contents: pb.InferTensorContents, datatype: str) -> Value | None:
 
 
 def add_output(response: pb.ModelInferResponse, name: str, values: Sequence[str | int]) -> None:
-    """With its elements among the raw ones."""
     response.outputs.add(name=name, datatype=OUTPUTS[name], shape=[len(values)])
     raw = [value if isinstance(value, int) else value.encode() for value in values]
     response.raw_output_contents.append(

@@ -1,1 +1,1 @@
-"""vllm.grpc.engine: how gateways speak to vLLM. Ids in, ids out; see docs/protocols.md."""
+"""Implements vllm.grpc.engine, the protocol between gateways and vLLM. Ids in, ids out; see docs/protocols.md."""

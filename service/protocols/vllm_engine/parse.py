@@ -1,4 +1,4 @@
-"""Messages to plain data. What is not served is refused by its name."""
+"""Converts messages to plain data. Refuses by name what is not served."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from engine.api import Priority
 from service.core.errors import Unimplemented
 from service.core.request import (
-    COMPANY,
+    COALESCING_DELAY,
     CacheUse,
     ConstraintText,
     Delivery,
@@ -22,9 +22,9 @@ from service.core.request import (
 )
 from service.core.validation import Violations
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
-from service.protocols.wishes import (
-    SamplingWish,
-    StopWish,
+from service.protocols.sampling_fields import (
+    SamplingFields,
+    StopFields,
     read_answers,
     read_constraint,
     read_logprobs,
@@ -35,7 +35,7 @@ from service.protocols.wishes import (
 )
 
 _SAMPLING = "sampling_params."
-_EACH_TOKEN = Delivery(1, 0.0, COMPANY)
+_EACH_TOKEN = Delivery(1, 0.0, COALESCING_DELAY)
 # Fields of the use cases, as this protocol calls them.
 NAMES = {
     TokenPrompt.field: "tokenized.input_ids",
@@ -47,22 +47,20 @@ _LACKING = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A request, and what its answer looks like on the wire."""
-
+class ParsedGenerate:
     request: Request
     streamed: bool
     stop_token_ids: frozenset[int]  # the caller's own, without those of the model
 
 
-def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
+def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> ParsedGenerate:
     """Raises InvalidRequest or Unimplemented."""
     given, found = message.sampling_params, Violations()
     request = Request(
         request_id=read_request_id(message.request_id, found),
         prompt=_prompt(message, facts, found),
-        sampling=read_sampling(_sampling_wish(given), facts, found, _SAMPLING),
-        stops=read_stops(_stop_wish(given), facts, found, _SAMPLING, scored=given.HasField("prompt_logprobs")),
+        sampling=read_sampling(_sampling_fields(given), facts, found, _SAMPLING),
+        stops=read_stops(_stop_fields(given), facts, found, _SAMPLING, scored=given.HasField("prompt_logprobs")),
         output=Output(
             False, True, _logprobs("logprobs", given, found), True, _logprobs("prompt_logprobs", given, found)
         ),
@@ -77,7 +75,7 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> Question:
     found.raise_any()
     for field in _lacking(message):
         raise Unimplemented(field, f"{field}: this server does not serve it")
-    return Question(request, message.stream, frozenset(given.stop_token_ids))
+    return ParsedGenerate(request, message.stream, frozenset(given.stop_token_ids))
 
 
 def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
@@ -104,10 +102,9 @@ def _prompt(message: pb.GenerateRequest, facts: ModelFacts, found: Violations) -
     return TokenPrompt(())
 
 
-def _sampling_wish(given: pb.SamplingParams) -> SamplingWish:
-    """0 is how a number without presence says that it is not set. It is off then: a gateway has looked at the model's
-    defaults itself."""
-    return SamplingWish(
+def _sampling_fields(given: pb.SamplingParams) -> SamplingFields:
+    """Reads 0 as "off" in numbers without presence: a gateway applies the model's defaults itself."""
+    return SamplingFields(
         temperature=given.temperature if given.HasField("temperature") else 1.0,
         top_k=given.top_k,
         top_p=given.top_p or 1.0,
@@ -120,8 +117,8 @@ def _sampling_wish(given: pb.SamplingParams) -> SamplingWish:
     )
 
 
-def _stop_wish(given: pb.SamplingParams) -> StopWish:
-    return StopWish(
+def _stop_fields(given: pb.SamplingParams) -> StopFields:
+    return StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         fitted=True,
         min_tokens=given.min_tokens,

@@ -1,4 +1,4 @@
-"""Plain data to messages."""
+"""Converts plain data to messages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from service.core.model import ModelDescription
 from service.core.request import Ending
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.seam import UseCases
-from service.protocols.vllm_engine.parse import Question
+from service.protocols.vllm_engine.parse import ParsedGenerate
 from service.version import version
 
 _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishReason.LENGTH: "length"}
 _OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def chunk(message: AnswerMessage, question: Question, prompt_tokens: int) -> pb.GenerateResponse:
-    """Tokens of a streamed answer, or what is said of the prompt before it."""
+def chunk(message: AnswerMessage, question: ParsedGenerate, prompt_tokens: int) -> pb.GenerateResponse:
+    """Makes a message of streamed tokens, or of the prompt's facts before them."""
     response = pb.GenerateResponse()
     one = response.chunk
     one.index = message.number
@@ -33,8 +33,10 @@ def chunk(message: AnswerMessage, question: Question, prompt_tokens: int) -> pb.
     return response
 
 
-def complete(message: AnswerMessage, question: Question, ending: Ending, prompt_tokens: int) -> pb.GenerateResponse:
-    """The last message of an answer, with what the one before it had, or with everything."""
+def complete(
+    message: AnswerMessage, question: ParsedGenerate, ending: Ending, prompt_tokens: int
+) -> pb.GenerateResponse:
+    """Makes an answer's last message, with the text and ids of the message before it or, if unary, of all."""
     response = pb.GenerateResponse()
     one = response.complete
     one.index = message.number
@@ -51,7 +53,7 @@ def complete(message: AnswerMessage, question: Question, ending: Ending, prompt_
     return response
 
 
-def logprobs(message: AnswerMessage, question: Question) -> pb.OutputLogProbs:
+def logprobs(message: AnswerMessage, question: ParsedGenerate) -> pb.OutputLogProbs:
     """Candidates only where some were asked for."""
     values: Sequence[TokenLogprob] = message.logprobs
     tops = values if question.request.output.logprobs else ()
@@ -62,8 +64,8 @@ def logprobs(message: AnswerMessage, question: Question) -> pb.OutputLogProbs:
     )
 
 
-def input_logprobs(ids: Sequence[int], values: Sequence[TokenLogprob], question: Question) -> pb.InputLogProbs:
-    """Of the whole prompt, the first token of which has none."""
+def input_logprobs(ids: Sequence[int], values: Sequence[TokenLogprob], question: ParsedGenerate) -> pb.InputLogProbs:
+    """Returns log-probabilities of the whole prompt, the first token of which has none."""
     tops = [pb.TopLogProbs(), *map(_top, values)] if question.request.output.prompt_logprobs else ()
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=one.logprob) for one in values)],
@@ -92,9 +94,9 @@ def model_info(described: ModelDescription) -> pb.GetModelInfoResponse:
 
 
 def _defaults(params: SamplingParams) -> str:
-    """What the model wishes, as far as it differs from what an engine of this protocol does unasked."""
-    wishes = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
-    return json.dumps(wishes) if wishes else ""
+    """Returns the model's defaults that differ from those of this protocol's engines."""
+    changed = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
+    return json.dumps(changed) if changed else ""
 
 
 def health(cases: UseCases) -> pb.HealthCheckResponse:
@@ -117,7 +119,6 @@ def server_info(cases: UseCases) -> pb.GetServerInfoResponse:
 
 
 def loads(cases: UseCases) -> pb.GetLoadsResponse:
-    """As of the engine's last report."""
     now, most = cases.engine.load, cases.admission.slots.capacity
     return pb.GetLoadsResponse(
         timestamp=datetime.now(UTC).isoformat(),

@@ -1,4 +1,4 @@
-"""The RPCs: parse, run the use case, render."""
+"""Implements the RPCs: parse, run the use case, render."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from service.core.request import PromptFacts
 from service.pb.smg.grpc.common import tokenizer_pb2
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.protocols.bodies import send_headers
+from service.protocols.sampling_fields import fields_called
 from service.protocols.seam import UseCases
 from service.protocols.vllm_engine import render
-from service.protocols.vllm_engine.parse import NAMES, Question, read_generate
-from service.protocols.wishes import fields_called
+from service.protocols.vllm_engine.parse import NAMES, ParsedGenerate, read_generate
 from service.transport.call.rpc import Call
 from service.transport.call.writer import StallWatch, Writer
 
@@ -24,7 +24,7 @@ _PIECE = 64 * 1024  # bytes of an archive in one message
 class _Outlet:
     """Writes what the caller of Generate has asked for: chunks and an end, or the end alone."""
 
-    def __init__(self, writer: Writer, question: Question) -> None:
+    def __init__(self, writer: Writer, question: ParsedGenerate) -> None:
         self._writer = writer
         self._question = question
         self._prompt_tokens = self._first_id = 0
@@ -50,7 +50,8 @@ class _Outlet:
             await writer.write(response.SerializeToString())
 
     def _prompt_scores(self, message: AnswerMessage) -> pb.InputLogProbs | None:
-        """Of the whole prompt, with the message that completes them: this protocol has one place for them."""
+        """Returns scores of the whole prompt, with the message that completes them: this protocol has one place for
+        them."""
         self._scored_ids.extend(message.prompt_ids)
         self._scores.extend(message.prompt_logprobs)
         if len(self._scored_ids) < self._prompt_tokens - 1:
@@ -59,24 +60,24 @@ class _Outlet:
 
 
 class VllmEngineServicer:
-    """vllm.grpc.engine.VllmEngine."""
+    """Implements the service vllm.grpc.engine.VllmEngine."""
 
     def __init__(self, cases: UseCases, watch: StallWatch) -> None:
         self._cases = cases
         self._watch = watch
 
-    def read(self, message: pb.GenerateRequest) -> Question:
-        """What is asked."""
+    def read(self, message: pb.GenerateRequest) -> ParsedGenerate:
         return read_generate(message, self._cases.model.facts())
 
-    async def generate(self, question: Question, call: Call) -> None:
+    async def generate(self, question: ParsedGenerate, call: Call) -> None:
         generator, request = self._cases.generator, question.request
         answer = generator.stream if question.streamed else generator.answer
         with Writer(call.context, self._watch, call.origin.record) as writer, fields_called(NAMES):
             await answer(request, call.origin, _Outlet(writer, question))
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
-        """A gateway calls it when its client has gone, and does not cancel Generate: that ends here with ABORTED."""
+        """Aborts a Generate call with ABORTED. A gateway calls it when its client has gone, instead of cancelling
+        Generate."""
         for request_id in request.request_ids:
             with contextlib.suppress(UnknownRequest):
                 self._cases.admission.abort(call.origin.tenant, request_id, "the caller ended the request")

@@ -1,4 +1,4 @@
-"""Which bytes go to which RPC, and the right that each needs."""
+"""Maps RPCs to methods, and to the right that each needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOK: Rights = frozenset((Right.VIEW, Right.ADMIN))  # at what is there beside 
 
 
 class VllmEngine:
-    """The protocol of `protos/vllm/grpc/engine`."""
+    """Implements the protocol of `protos/vllm/grpc/engine`."""
 
     counted = frozenset((f"{ENGINE}/Generate",))
 

@@ -1,1 +1,1 @@
-"""The protocol of `protos/whippet/v1`."""
+"""Implements the protocol of `protos/whippet/v1`."""

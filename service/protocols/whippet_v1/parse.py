@@ -1,4 +1,4 @@
-"""Messages to plain data: defaults resolved, every violation found before any is reported."""
+"""Converts messages to plain data: defaults resolved, every violation found before any is reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 from engine.api import Priority
 from service.core.errors import InvalidRequest, Unimplemented, UnknownModel, Violation
 from service.core.request import (
-    COMPANY,
+    COALESCING_DELAY,
     Access,
     CacheUse,
     ChatPrompt,
@@ -23,10 +23,9 @@ from service.core.request import (
 )
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.parse_chat import read_chat
-from service.protocols.wishes import (
-    SamplingWish,
-    StopWish,
+from service.protocols.sampling_fields import (
+    SamplingFields,
+    StopFields,
     read_answers,
     read_constraint,
     read_logprobs,
@@ -35,6 +34,7 @@ from service.protocols.wishes import (
     read_stops,
     read_token_ids,
 )
+from service.protocols.whippet_v1.parse_chat import read_chat
 
 GenerationMessage = pb.GenerateRequest | pb.GenerateStreamRequest
 
@@ -58,18 +58,17 @@ _ACCESS = {
 
 # Of a message without them.
 _OUTPUT = Output(text=True, token_ids=False, logprobs=None)
-_DELIVERY = Delivery(1, 0.0, COMPANY)
+_DELIVERY = Delivery(1, 0.0, COALESCING_DELAY)
 _CACHE = CacheUse()
 
 
 def check_model(name: str, facts: ModelFacts) -> None:
-    """Raises UnknownModel."""
     if name and name != facts.name:
         raise UnknownModel(name, facts.name)
 
 
 def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Request:
-    """The valid request; `semantic` says whether there is such a cache. Raises UnknownModel, InvalidRequest or
+    """Returns the valid request; `semantic`: whether there is a semantic cache. Raises UnknownModel, InvalidRequest or
     Unimplemented."""
     check_model(message.model, facts)
     found = Violations()
@@ -95,7 +94,6 @@ def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: boo
 
 
 def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt | ChatPrompt:
-    """The text or the chat to tokenize."""
     check_model(message.model, facts)
     field = message.WhichOneof("input")
     if field is None:
@@ -110,7 +108,6 @@ def read_tokenize(message: pb.TokenizeRequest, facts: ModelFacts) -> TextPrompt 
 
 
 def read_detokenize(message: pb.DetokenizeRequest, facts: ModelFacts) -> list[int]:
-    """The token ids to turn into text."""
     check_model(message.model, facts)
     found = Violations()
     if len(message.token_ids) > facts.max_context:
@@ -133,16 +130,16 @@ def _prompt(message: GenerationMessage, facts: ModelFacts, found: Violations) ->
     return TextPrompt("")
 
 
-def _sampling(message: GenerationMessage) -> SamplingWish | None:
+def _sampling(message: GenerationMessage) -> SamplingFields | None:
     if not message.HasField("sampling"):
         return None
     # Its fields are called as the wish's.
-    return SamplingWish(**{field.name: value for field, value in message.sampling.ListFields()})
+    return SamplingFields(**{field.name: value for field, value in message.sampling.ListFields()})
 
 
 def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> Stops:
     given = message.stopping
-    wish = StopWish(
+    fields = StopFields(
         max_tokens=given.max_tokens if given.HasField("max_tokens") else None,
         min_tokens=given.min_tokens,
         strings=given.stop_strings,
@@ -151,7 +148,7 @@ def _stops(message: GenerationMessage, facts: ModelFacts, found: Violations) -> 
         include=given.include_stop,
     )
     scored = message.output.HasField("prompt_logprobs")
-    return read_stops(wish, facts, found, "stopping.", "stop_strings", scored=scored)
+    return read_stops(fields, facts, found, "stopping.", "stop_strings", scored=scored)
 
 
 def _answers(message: GenerationMessage, found: Violations) -> int:
@@ -208,9 +205,9 @@ def _delivery(given: pb.DeliveryOptions, found: Violations) -> Delivery:
     tokens = given.max_tokens_per_message if sized else 1
     found.number("delivery.max_tokens_per_message", tokens, 1, MAX_TOKENS_PER_MESSAGE)
     if not given.HasField("max_delay"):
-        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, None if sized else COMPANY)
+        return Delivery(tokens, DEFAULT_DELAY if tokens > 1 else 0.0, None if sized else COALESCING_DELAY)
     delay = _duration("delivery.max_delay", given.max_delay, MAX_DELAY, found)
-    return Delivery(tokens, delay, None if sized else min(delay, COMPANY))
+    return Delivery(tokens, delay, None if sized else min(delay, COALESCING_DELAY))
 
 
 def _cache(given: pb.CacheOptions, found: Violations) -> CacheUse:
@@ -248,8 +245,8 @@ def _access(field: str, given: int, found: Violations) -> Access | None:
 
 
 def _refuse_unimplemented(request: Request, facts: ModelFacts, semantic: bool) -> None:
-    wished = request.cache.semantic
-    if not semantic and wished is not None and (wished.read or wished.write):
+    requested = request.cache.semantic
+    if not semantic and requested is not None and (requested.read or requested.write):
         raise Unimplemented("cache.semantic", "this server has no semantic cache")
     _refuse_chat(request.prompt, facts)
 

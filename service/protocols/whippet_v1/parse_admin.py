@@ -1,10 +1,10 @@
-"""An operator's messages to plain data: every violation found before any is reported."""
+"""Converts an operator's messages to plain data: every violation found before any is reported."""
 
 from __future__ import annotations
 
 import re
 
-from cache.api import Kind
+from cache.api import EntryKind
 from service.core.answers.flush import Flush
 from service.core.operations.profiling import LONGEST
 from service.core.request import Origin
@@ -17,14 +17,14 @@ _MAX_TENANT = 64  # characters
 _ENTRY_ID = re.compile(r"[0-9a-f]{8,128}")
 _KINDS = {
     admin_pb2.CACHE_KIND_UNSPECIFIED: (),
-    admin_pb2.CACHE_KIND_RESPONSE: (Kind.RESPONSE,),
-    admin_pb2.CACHE_KIND_SEMANTIC: (Kind.SEMANTIC,),
-    admin_pb2.CACHE_KIND_PREFIX: (Kind.BLOCK,),
+    admin_pb2.CACHE_KIND_RESPONSE: (EntryKind.RESPONSE,),
+    admin_pb2.CACHE_KIND_SEMANTIC: (EntryKind.SEMANTIC,),
+    admin_pb2.CACHE_KIND_PREFIX: (EntryKind.BLOCK,),
 }
 
 
 def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
-    """Which optimisation, and whether it is to be on."""
+    """Returns the optimisation's name, and whether to turn it on."""
     found = Violations()
     if not message.name:
         found.add("name", "must not be empty")
@@ -35,7 +35,7 @@ def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
 
 
 def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
-    """Seconds to wait; None: for ever."""
+    """Returns the seconds to wait; None: forever."""
     if not message.HasField("timeout"):
         return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
     found = Violations()
@@ -45,7 +45,6 @@ def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
 
 
 def read_profile(message: admin_pb2.ProfileRequest) -> float:
-    """Seconds."""
     if not message.HasField("duration"):
         return _PROFILE
     found = Violations()
@@ -55,12 +54,11 @@ def read_profile(message: admin_pb2.ProfileRequest) -> float:
 
 
 def read_flush(message: admin_pb2.FlushCacheRequest) -> Flush:
-    """What to forget. Raises InvalidRequest."""
     found = Violations()
     if message.kind not in admin_pb2.CacheKind.values():
         found.add("kind", "is no known kind of cache")
     if message.entry_id and not _ENTRY_ID.fullmatch(message.entry_id):
-        found.add("entry_id", "is no id that an answer told")
+        found.add("entry_id", "is not the id of an entry")
     if len(message.tenant) > _MAX_TENANT:
         found.add("tenant", f"must have at most {_MAX_TENANT} characters")
     if message.kind == admin_pb2.CACHE_KIND_PREFIX and message.entry_id:

@@ -1,4 +1,4 @@
-"""The chat of a request: roles, parts, tools and what a template is told, checked before anything is rendered."""
+"""Checks the chat of a request (roles, parts, tools and template options) before anything is rendered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, ToolCall
 from service.core.text.conversation import count_objects, is_object
 from service.core.validation import Violations
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.whippet_v1.structs import StructReader, TooMuch
+from service.protocols.whippet_v1.structs import StructReader, StructTooLarge
 
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 256  # of one message
@@ -43,7 +43,7 @@ def _message(message: pb.ChatMessage, where: str, found: Violations) -> ChatMess
     if message.tool_calls and message.role in _NOT_THE_MODEL:
         found.add(f"{where}.tool_calls", f"are the model's: role {message.role} has none")
     if message.tool_call_id and message.role in _NOT_A_TOOL:
-        found.add(f"{where}.tool_call_id", f"says which call a result is of: role {message.role} has none")
+        found.add(f"{where}.tool_call_id", f"names the call that a result belongs to: role {message.role} has none")
     return ChatMessage(
         role=message.role,
         content=message.content,
@@ -107,7 +107,7 @@ def _tools(chat: pb.Chat, reader: StructReader, found: Violations) -> str:
     for index, tool in enumerate(chat.tools):
         try:
             tools.append(reader.read(tool))
-        except TooMuch as error:
+        except StructTooLarge as error:
             found.add(f"chat.tools[{index}]", str(error))
             return ""
         if not tools[-1]:
@@ -141,7 +141,7 @@ def _arguments(chat: pb.Chat, reader: StructReader, found: Violations) -> str:
             return ""
     try:
         arguments = reader.read(given)
-    except TooMuch as error:
+    except StructTooLarge as error:
         found.add(field, str(error))
         return ""
     return json.dumps(arguments, ensure_ascii=False) if arguments else ""

@@ -1,4 +1,4 @@
-"""Plain data to messages."""
+"""Converts plain data to messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from service.core.answers.delivery import AnswerMessage
 from service.core.model import ModelDescription
 from service.core.parsing.answer import whole_calls
 from service.core.request import CacheOutcome, CacheSource, Ending, Output, PromptFacts
-from service.core.switches import Switch
+from service.core.switches import OptimizationSwitch
 from service.core.text import TokenTexts
 from service.pb.whippet.v1 import admin_pb2, model_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.wishes import MAX_ANSWERS, MAX_LOGPROBS
+from service.protocols.sampling_fields import MAX_ANSWERS, MAX_LOGPROBS
 
 _INT64 = 1 << 63
 _REASONS = {
@@ -33,7 +33,7 @@ _SOURCES = {
 
 
 def stream_message(message: AnswerMessage, output: Output, texts: TokenTexts) -> pb.GenerateStreamResponse:
-    """One message of a streamed answer. Most hold text alone: fields that are set cost less than fields given."""
+    """Makes one message of a streamed answer. Most hold text alone: assigning fields costs less than passing them."""
     response = pb.GenerateStreamResponse()
     response.text = message.text
     if message.number:
@@ -56,7 +56,6 @@ def stream_message(message: AnswerMessage, output: Output, texts: TokenTexts) ->
 
 
 def whole_message(messages: Sequence[AnswerMessage], output: Output, texts: TokenTexts) -> pb.GenerateResponse:
-    """A unary answer, and more of them where there are."""
     response = pb.GenerateResponse()
     for message in sorted(messages, key=lambda one: one.number):
         answer = response.more_answers.add(index=message.number) if message.number else response
@@ -77,7 +76,7 @@ def whole_message(messages: Sequence[AnswerMessage], output: Output, texts: Toke
 
 
 def _put_prompt_info(into: pb.PromptInfo, facts: PromptFacts) -> None:
-    """Parts are written where they belong: to make a message and copy it into another takes three times as long."""
+    """Fills the message in place: to make one and copy it into another takes three times as long."""
     into.request_id, into.model, into.prompt_tokens = facts.request_id, facts.model, facts.prompt_tokens
 
 
@@ -87,7 +86,6 @@ def _put_logprobs(
     values: Sequence[TokenLogprob],
     texts: TokenTexts,
 ) -> None:
-    """One message a token."""
     for token_id, value in zip(ids, values, strict=True):
         text, raw = texts.of(token_id)
         top = into.add(token_id=token_id, logprob=value.logprob, text=text, raw=raw).top
@@ -123,7 +121,6 @@ def _put_cache_hit(into: pb.CacheHit, outcome: CacheOutcome) -> None:
 
 
 def put_sampling(into: pb.SamplingOptions, params: SamplingParams) -> None:
-    """The resolved values, all of them set."""
     into.temperature, into.top_k = params.temperature, params.top_k
     into.top_p, into.min_p = params.top_p, params.min_p
     into.repetition_penalty = params.repetition_penalty
@@ -134,7 +131,7 @@ def put_sampling(into: pb.SamplingOptions, params: SamplingParams) -> None:
 
 
 def model(described: ModelDescription) -> model_pb2.Model:
-    """All there is to know of a model; a default for the seed would mean nothing."""
+    """Describes the model; a default for the seed would mean nothing."""
     facts, info = described.facts, described.info
     message = model_pb2.Model(
         name=facts.name,
@@ -164,7 +161,7 @@ def model(described: ModelDescription) -> model_pb2.Model:
     return message
 
 
-def optimization(switch: Switch) -> admin_pb2.Optimization:
+def optimization(switch: OptimizationSwitch) -> admin_pb2.Optimization:
     return admin_pb2.Optimization(
         name=switch.name,
         enabled=switch.requested,
@@ -175,5 +172,5 @@ def optimization(switch: Switch) -> admin_pb2.Optimization:
 
 
 def put_duration(into: Duration, seconds: float) -> None:
-    """Never negative. Also where it is nothing: it is known, and so it is there."""
+    """Sets a duration, never negative. A zero is set as well, since it is known."""
     into.seconds, into.nanos = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)

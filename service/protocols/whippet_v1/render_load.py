@@ -1,4 +1,4 @@
-"""How busy the server is, as a message."""
+"""Renders the server's load as a message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _STATES = {
 
 
 def load(cases: UseCases) -> admin_pb2.GetLoadResponse:
-    """As of the engine's last report."""
     response = _engine(cases)
     admission, slots = cases.admission, cases.admission.slots
     response.cache_counts.update(cases.caches.named_counts())
@@ -85,6 +84,6 @@ def _distribution(histogram: Histogram) -> admin_pb2.Distribution:
 
 
 def _resident() -> int:
-    """Bytes of memory of this process."""
+    """Returns this process's resident bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The right that each RPC needs. Health and reflection need none."""
+"""Lists the right that each RPC needs. Health and reflection need none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The RPCs: parse, run the use case, render."""
+"""Implements the RPCs: parse, run the use case, render."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ from service.transport.call.writer import StallWatch, Writer
 
 
 class StreamOutlet:
-    """Writes messages as they come."""
-
     def __init__(self, writer: Writer, output: Output, texts: TokenTexts) -> None:
         self._writer = writer
         self._output = output
@@ -43,7 +41,7 @@ class StreamOutlet:
 
 
 class GenerationServicer:
-    """whippet.v1.GenerationService."""
+    """Implements the service whippet.v1.GenerationService."""
 
     def __init__(self, generator: Generator, tokenization: Tokenization, model: ServedModel, watch: StallWatch) -> None:
         self._generator = generator
@@ -52,15 +50,12 @@ class GenerationServicer:
         self._watch = watch
 
     def read(self, message: GenerationMessage) -> Request:
-        """What is asked."""
         return read_generation(message, self._model.facts(), self._generator.semantic)
 
     def read_tokenize(self, message: generation_pb2.TokenizeRequest) -> TextPrompt | ChatPrompt:
-        """What to tokenize."""
         return read_tokenize(message, self._model.facts())
 
     def read_detokenize(self, message: generation_pb2.DetokenizeRequest) -> list[int]:
-        """The ids to turn into text."""
         return read_detokenize(message, self._model.facts())
 
     async def generate(self, request: Request, call: Call) -> generation_pb2.GenerateResponse:
@@ -83,7 +78,7 @@ class GenerationServicer:
 
 
 class ModelServicer:
-    """whippet.v1.ModelService."""
+    """Implements the service whippet.v1.ModelService."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
@@ -97,7 +92,7 @@ class ModelServicer:
 
 
 class AdminServicer:
-    """whippet.v1.AdminService."""
+    """Implements the service whippet.v1.AdminService."""
 
     def __init__(self, cases: UseCases) -> None:
         self._cases = cases
@@ -105,17 +100,16 @@ class AdminServicer:
     async def abort_generation(
         self, request: admin_pb2.AbortGenerationRequest, call: Call
     ) -> admin_pb2.AbortGenerationResponse:
-        """Its caller sees ABORTED."""
+        """Aborts a generation; its caller gets ABORTED."""
         tenant = request.tenant or DEFAULT_TENANT
         self._cases.admission.abort(tenant, request.request_id, "an operator ended the request")
         return admin_pb2.AbortGenerationResponse()
 
     async def get_load(self, request: admin_pb2.GetLoadRequest, call: Call) -> admin_pb2.GetLoadResponse:
-        """Reads what is counted anyhow."""
         return render_load.load(self._cases)
 
     async def flush_cache(self, request: admin_pb2.FlushCacheRequest, call: Call) -> admin_pb2.FlushCacheResponse:
-        """Forgotten when this returns."""
+        """Returns once the answers are dropped."""
         return admin_pb2.FlushCacheResponse(entries=await self._cases.flusher.flush(read_flush(request)))
 
     async def list_optimizations(
@@ -128,24 +122,23 @@ class AdminServicer:
     async def set_optimization(
         self, request: admin_pb2.SetOptimizationRequest, call: Call
     ) -> admin_pb2.SetOptimizationResponse:
-        """In force when this returns."""
+        """Returns once the change is in force."""
         switch = await self._cases.switches.set(*read_switch(request))
         return admin_pb2.SetOptimizationResponse(optimization=render.optimization(switch))
 
     async def drain(self, request: admin_pb2.DrainRequest, call: Call) -> admin_pb2.DrainResponse:
-        """It goes on though the caller may leave."""
+        """Drains the server, even if the caller leaves."""
         within = read_drain(request, call.origin)
         self._cases.drain.begin()
         remaining = await self._cases.drain.over(within)
         return admin_pb2.DrainResponse(remaining=remaining, admitting=self._cases.drain.admitting)
 
     async def undrain(self, request: admin_pb2.UndrainRequest, call: Call) -> admin_pb2.UndrainResponse:
-        """New requests are admitted when this returns."""
+        """Returns once new requests are admitted."""
         self._cases.drain.undo()
         return admin_pb2.UndrainResponse()
 
     async def profile(self, request: admin_pb2.ProfileRequest, call: Call) -> admin_pb2.ProfileResponse:
-        """Takes as long as it is asked for."""
         found = await self._cases.profiler.take(read_profile(request))
         return admin_pb2.ProfileResponse(
             processes=[

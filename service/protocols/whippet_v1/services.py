@@ -1,4 +1,4 @@
-"""Which bytes go to which RPC."""
+"""Maps RPCs to methods."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESOURCES = ResourceTypes(model="whippet.v1.Model", request="whippet.v1.Generate
 
 
 class WhippetV1:
-    """The protocol of `protos/whippet/v1`."""
+    """Implements the protocol of `protos/whippet/v1`."""
 
     counted = frozenset(f"{GENERATION}/{name}" for name in RIGHTS[GENERATION])
 

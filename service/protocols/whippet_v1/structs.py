@@ -1,7 +1,7 @@
-"""google.protobuf.Struct to what JSON would have been: numbers that are whole without a point, keys in an order.
+"""Converts google.protobuf.Struct to JSON values: whole numbers without a point, keys in a fixed order.
 
-A Struct is a map, and a map has no order; protobuf gives another one in every process. But templates print tools, so
-that their order is part of the prompt: of what the model was trained on, and of every cache's key.
+A Struct is a map without an order; protobuf gives another one in every process. But templates print tools, so that
+their order is part of the prompt: of what the model was trained on, and of every cache's key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAST = len(_FIRST)
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
-class TooMuch(Exception):
+class StructTooLarge(Exception):
     """The text is safe to send to the caller."""
 
 
@@ -35,11 +35,10 @@ class StructReader:
         self._left = MAX_VALUES
 
     def read(self, struct: Struct) -> dict[str, Json]:
-        """Raises TooMuch."""
         return self._object(struct, MAX_DEPTH, False)
 
     def _object(self, struct: Struct, depth: int, properties: bool) -> dict[str, Json]:
-        """`properties`: its keys are names of a schema's properties, not words of one."""
+        """`properties`: its keys are names of a schema's properties, not keywords."""
         fields = struct.fields
         self._take(len(fields), depth)
         keys = sorted(fields) if properties else sorted(fields, key=lambda key: (_RANK.get(key, _LAST), key))
@@ -71,18 +70,18 @@ class StructReader:
     def _take(self, count: int, depth: int) -> None:
         self._left -= count
         if self._left < 0:
-            raise TooMuch(f"must have at most {MAX_VALUES} values; larger tools can be sent as tools_json")
+            raise StructTooLarge(f"must have at most {MAX_VALUES} values; larger tools can be sent as tools_json")
         if depth <= 0 and count:
-            raise TooMuch(f"must be at most {MAX_DEPTH} levels deep")
+            raise StructTooLarge(f"must be at most {MAX_DEPTH} levels deep")
 
 
 def _number(value: float) -> int | float:
     if not math.isfinite(value):
-        raise TooMuch("must have no number that JSON does not have")
+        raise StructTooLarge("must have no number that JSON does not have")
     return int(value) if value.is_integer() and abs(value) <= _WHOLE else value
 
 
 def _in_order(members: dict[str, Json], required: Iterable[Json]) -> dict[str, Json]:
-    """Those that are required first, as they are listed."""
+    """Orders required members first, as they are listed."""
     first = {key: members[key] for key in required if isinstance(key, str) and key in members}
     return first | members

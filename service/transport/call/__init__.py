@@ -1,1 +1,1 @@
-"""One call: interceptors, metadata, statuses, and the messages that it receives and sends."""
+"""Handles one call: interceptors, metadata, statuses, and its messages."""

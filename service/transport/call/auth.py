@@ -1,4 +1,4 @@
-"""Who calls, and what they may do."""
+"""Identifies callers and their rights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ DEFAULT_TENANT = "default"
 
 
 class Right(enum.StrEnum):
-    """What a token or certificate permits."""
-
     VIEW = "view"
     GENERATE = "generate"
     ADMIN = "admin"
@@ -23,22 +21,18 @@ class Right(enum.StrEnum):
 
 Rights = frozenset[Right]
 ALL_RIGHTS: Rights = frozenset(Right)
-CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certificate that nobody has named
+CALLER_RIGHTS: Rights = frozenset((Right.VIEW, Right.GENERATE))  # of a certificate without an entry
 
 
 class Presented(Protocol):
-    """What a call brings to say who makes it."""
-
     def invocation_metadata(self) -> Metadata | None: ...
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Of its connection: what TLS has verified."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The tenant that a token belongs to, and its rights."""
-
     tenant: str
     rights: Rights
     name: str = ""  # which of the tenant's tokens it is; empty: all callers look alike
@@ -54,19 +48,18 @@ class NoTokens:
         return allowed(self._everyone, permitted)
 
     def tenants(self) -> frozenset[str]:
-        """The default one."""
         return frozenset((self._everyone.tenant,))
 
 
 def allowed(caller: Caller, permitted: Rights) -> Caller:
-    """The same, who has one of the rights. Raises PermissionDenied."""
+    """Returns the caller if it has one of the rights. Raises PermissionDenied."""
     if permitted.isdisjoint(caller.rights):
         raise PermissionDenied(tuple(right.value for right in Right if right in permitted))
     return caller
 
 
 def bearer(metadata: Metadata) -> bytes | None:
-    """The token of a call, if it has one. Raises Unauthenticated."""
+    """Returns the token of a call, if it has one. Raises Unauthenticated."""
     for key, value in metadata:
         if key == "authorization":
             raw = value.encode() if isinstance(value, str) else value
@@ -78,8 +71,8 @@ def bearer(metadata: Metadata) -> bytes | None:
 
 
 def certified(connection: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """The alternative names of a client's certificate as a tokens file has them, kind first. Kinds are kept apart: who
-    may have a host name certified may not thereby have a URI."""
+    """Returns the alternative names of a client's certificate as a tokens file has them, kind first. Kinds are kept
+    apart: permission to certify a host name does not include URIs."""
     return tuple(
         alternative_name(kind, raw.decode("ascii", "replace"))
         for kind, key in (("URI", "peer_uri"), ("DNS", "peer_dns"), ("email", "peer_email"))
@@ -88,5 +81,5 @@ def certified(connection: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
 
 
 def alternative_name(kind: str, name: str) -> str:
-    """`URI:spiffe://…`, as openssl prints it; host names in small letters."""
+    """Formats a name as openssl prints it, `URI:spiffe://…`; host names in small letters."""
     return f"{kind}:{name.lower() if kind == 'DNS' else name}"

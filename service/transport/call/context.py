@@ -1,4 +1,4 @@
-"""What handlers use of a call: gRPC's own context has it, and so has one whose gRPC is in another process."""
+"""Declares what handlers use of a call: gRPC's own context provides it, and so does a call that a relay accepted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 
 class Context(Protocol):
-    """One call. As grpc.aio.ServicerContext, which is the reference for what is not said here."""
+    """One call. Its reference is grpc.aio.ServicerContext."""
 
     def peer(self) -> str: ...
 
     def invocation_metadata(self) -> Metadata | None: ...
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]:
-        """Of its connection: what TLS has verified."""
+        pass
 
     def time_remaining(self) -> float | None:
         """Seconds; None without a deadline."""
 
     def code(self) -> grpc.StatusCode | None:
-        """That it was aborted with."""
+        pass
 
     async def read(self) -> object:
-        """The next message's bytes; anything else: there is none."""
+        """Returns the next message's bytes; anything else where there is none."""
 
     async def write(self, message: bytes, /) -> None:
         """Returns when gRPC has taken it."""

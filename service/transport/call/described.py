@@ -1,7 +1,7 @@
-"""What reflection tells of a port's services: their files as the contract has them, comments and JSON names included.
+"""Describes a port's services for reflection: the contract's files, comments and JSON names included.
 
 Stubs have neither, so the files of the contract come from a set that was made beside the stubs. Files of gRPC's own
-services and those that files depend on come from the process's pool.
+services and their dependencies come from the process's pool.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto,
 
 
 class DescribedFiles:
-    """Files by name and by symbol."""
-
     def __init__(
         self, services: Sequence[str], contract: FileDescriptorSet, further: Iterable[FileDescriptorProto] = ()
     ):
@@ -31,7 +29,7 @@ class DescribedFiles:
                 self._add_known(self._known.FindFileContainingSymbol(service).name)
 
     def with_dependencies(self, name: str) -> list[bytes] | None:
-        """The file of that name, then all that it depends on, serialized. None where there is none."""
+        """Returns the named file, then all its dependencies, serialized. None where there is none."""
         if name not in self._files:
             return None
         names = [name]
@@ -40,11 +38,10 @@ class DescribedFiles:
         return [self._files[one].SerializeToString() for one in names]
 
     def file_of(self, symbol: str) -> str:
-        """The name of the file that defines a full name. Empty where none does."""
+        """Returns the name of the file that defines a full name; empty where none does."""
         return self._symbols.get(symbol, "")
 
     def is_message(self, symbol: str) -> bool:
-        """Whether it names a message."""
         file = self._files.get(self.file_of(symbol))
         return file is not None and symbol in (name for name, _ in _messages(file))
 
@@ -62,7 +59,6 @@ class DescribedFiles:
 
 
 def _symbols(file: FileDescriptorProto) -> Iterator[str]:
-    """Every full name that a file defines."""
     for name, message in _messages(file):
         yield name
         yield from (f"{name}.{field.name}" for field in (*message.field, *message.extension))
@@ -78,7 +74,6 @@ def _symbols(file: FileDescriptorProto) -> Iterator[str]:
 
 
 def _messages(file: FileDescriptorProto) -> Iterator[tuple[str, DescriptorProto]]:
-    """All messages, nested ones included, by full name."""
     found = [(f"{file.package}.{message.name}", message) for message in file.message_type]
     for name, message in found:  # grows
         yield name, message
@@ -86,7 +81,7 @@ def _messages(file: FileDescriptorProto) -> Iterator[tuple[str, DescriptorProto]
 
 
 def _enum_symbols(scope: str, enums: Iterable[EnumDescriptorProto]) -> Iterator[str]:
-    """An enum's values are in the scope that the enum is in."""
+    """Yields an enum and its values, which are in the scope that the enum is in."""
     for enum in enums:
         yield f"{scope}.{enum.name}"
         for value in enum.value:

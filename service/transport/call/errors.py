@@ -1,4 +1,4 @@
-"""What gRPC keeps of an error longer than anybody needs it."""
+"""Frees what gRPC keeps of an error longer than needed."""
 
 from __future__ import annotations
 

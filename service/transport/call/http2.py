@@ -1,4 +1,4 @@
-"""How HTTP/2 is set up and bounded on every port. Imports gRPC and nothing of ours."""
+"""Configures and bounds HTTP/2 on every port. Imports gRPC and nothing of ours."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ _OPTIONS: Options = (
     # A connection that does not speak, TLS or HTTP/2, is closed.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.http2.settings_timeout", 5_000),
-    # The first window of a call stays as it is: nobody may send more than 64 KiB that was not asked for.
+    # The first window of a call stays as it is: no caller may send more than 64 KiB unasked.
     ("grpc.http2.bdp_probe", 0),
-    # Calls are handed to us one after the other, some thousand a second. At most so many wait for it, so that gRPC
-    # refuses a flood by itself, and no longer than so many seconds. What is dropped then is cleared away in one go, on
-    # our event loop, 20 µs each.
+    # Calls are handed to us one after the other, some thousand a second. Their number and their wait are bounded, so
+    # that gRPC refuses a flood by itself. Dropped calls are cleared at once, on our event loop, 20 µs each.
     ("grpc.server.max_pending_requests", _MOST_PENDING),
     ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
     ("grpc.server_max_unrequested_time_in_server", 5),
@@ -42,17 +41,15 @@ _OPTIONS: Options = (
 
 @dataclass(frozen=True, slots=True)
 class PortBounds:
-    """What the callers of one port may have at once."""
-
     connections: int
     connection_calls: int  # on one connection at once
     message_bytes: int
-    connection_age: float | None = None  # seconds until it is said GOAWAY, some less or more; its calls go on
+    connection_age: float | None = None  # seconds until it is sent GOAWAY, some less or more; its calls go on
     spare: int = 0  # connections accepted beyond the bound, so that an idle one can be evicted for a new one
 
 
 class Identification(NamedTuple):
-    """What a server shows, and whose certificates its callers must show. All PEM."""
+    """A server's key and chain, and the authority of its callers' certificates. All PEM."""
 
     key: bytes
     chain: bytes
@@ -60,7 +57,8 @@ class Identification(NamedTuple):
 
 
 def options(bounds: PortBounds, shared: bool) -> Options:
-    """Of a server. `shared`: several processes listen on its port; otherwise a port that is taken is an error."""
+    """Options of a server. `shared`: several processes listen on its port; otherwise a port that is taken is an
+    error."""
     found = (
         *_OPTIONS,
         ("grpc.so_reuseport", int(shared)),
@@ -74,27 +72,34 @@ def options(bounds: PortBounds, shared: bool) -> Options:
 
 
 def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials:
-    """Of one port: each new connection is shown what is current then."""
-    shown = current()
+    """Returns credentials of one port: each new connection gets what is current then."""
+    identification = current()
 
     def news() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal shown
-        if (latest := current()) == shown:
+        nonlocal identification
+        if (latest := current()) == identification:
             return None
-        shown = latest
+        identification = latest
         return _configuration(latest)
 
+    first, mutual = _configuration(identification), identification.client_ca is not None
     # gRPC's types do not know that None stands for no news.
-    return grpc.dynamic_ssl_server_credentials(_configuration(shown), news, shown.client_ca is not None)  # type: ignore[arg-type]
+    return grpc.dynamic_ssl_server_credentials(first, news, mutual)  # type: ignore[arg-type]
 
 
-def bind(server: grpc.aio.Server, address: str, shown: grpc.ServerCredentials | None) -> int:
-    """The port it will listen on; 0 where it cannot."""
+def bind(server: grpc.aio.Server, address: str, identification: grpc.ServerCredentials | None) -> int:
+    """Returns the port that the server will listen on; 0 where it cannot."""
     try:
-        return server.add_insecure_port(address) if shown is None else server.add_secure_port(address, shown)
+        return (
+            server.add_insecure_port(address)
+            if identification is None
+            else server.add_secure_port(address, identification)
+        )
     except RuntimeError:
         return 0
 
 
-def _configuration(shown: Identification) -> grpc.ServerCertificateConfiguration:
-    return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)], shown.client_ca)
+def _configuration(identification: Identification) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(identification.key, identification.chain)], identification.client_ca
+    )

@@ -1,10 +1,10 @@
-"""Messages on their way in: nothing of one is read before it is known who calls, and what is read is bounded in bytes.
+"""Bounds incoming messages: no message is read before its caller is known, and what is read is bounded in bytes.
 
-gRPC takes 64 KiB of a call unasked, the first flow-control window. What is beyond it comes only while a read is posted,
-and how much that will be is not known before it is there. So a read reserves the largest message, and there are as many
-readers at a time as half of `live_bytes` has room for; the other half is for messages that were read and are being
-answered. Those who wait are served in turns of one for each sender, so that a sender with a thousand calls delays
-another one's by one. A read that has lasted `_PATIENCE` loses its turn where somebody waits for it.
+gRPC accepts 64 KiB of a call unasked, the first flow-control window. The rest arrives only while a read is posted, and
+its size is unknown until then. So a read reserves the largest message, and there are as many readers at a time as half
+of `live_bytes` has room for; the other half is for messages that were read and are being answered. Waiting calls are
+served in turns of one for each sender, so that a sender with a thousand calls delays another one's by one. A read that
+has lasted `_PATIENCE` loses its turn where another call waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service.transport.call.busy import BusyPeers
 from service.transport.call.context import Context
 
 _PATIENCE = 1.0  # seconds that a read may take while others wait
-_LONGEST_READ = 30.0  # seconds, where nobody waits
+_LONGEST_READ = 30.0  # seconds, where no call waits
 _LONGEST_WAIT = 10.0  # seconds for a turn
 _LONGEST_DRAIN = 1.0  # seconds that a refused call is drained while its caller may be writing
 _PAUSE = 0.25  # seconds without a message after which the caller counts as not writing
@@ -36,14 +36,11 @@ Sender = Hashable
 
 @dataclass(frozen=True, slots=True)
 class InboxBounds:
-    """How much may be held of what callers send."""
-
     message_bytes: int  # the largest message
     live_bytes: int  # all that are being read or answered
 
     @property
     def readers(self) -> int:
-        """Calls that read at a time."""
         return max(2, self.live_bytes // 2 // self.message_bytes)
 
 
@@ -51,7 +48,7 @@ SMALL = InboxBounds(message_bytes=64 * 1024, live_bytes=8 * 1024 * 1024)  # for 
 
 
 class Incoming:
-    """The one message of a call. Leaving the `with` block gives back what it held."""
+    """The one message of a call. Leaving the `with` block releases what it held."""
 
     __slots__ = ("_context", "_inbox", "busy", "came", "held", "peer", "sender", "since", "turn")
 
@@ -75,14 +72,15 @@ class Incoming:
         self._inbox.forget(self)
 
     async def read(self) -> bytes:
-        """The message. Raises Overloaded, MessageStalled, or InvalidRequest where the caller ended without one."""
+        """Returns the message. Raises Overloaded, MessageStalled, or InvalidRequest where the caller ended without
+        one."""
         data = await self.next()
         if data is None:
             raise InvalidRequest((Violation("", "no message came"),))
         return data
 
     async def next(self) -> bytes | None:
-        """The message; None where the caller has sent all it had to send. Raises Overloaded or MessageStalled."""
+        """Returns the next message; None where the caller has sent its last. Raises Overloaded or MessageStalled."""
         inbox, loop = self._inbox, asyncio.get_running_loop()
         came = inbox.begin(self, loop) or await inbox.turn(self, loop)
         try:
@@ -102,9 +100,9 @@ class Incoming:
         return found
 
     async def _read_into(self, came: asyncio.Future[object]) -> None:
-        """gRPC's read, which is never cancelled: it would not give back the message that comes nonetheless. It ends by
-        itself when the call does, and nobody may wait for it any more then. A future beside a task costs a tenth of a
-        shield within a timeout."""
+        """Runs gRPC's read, which is never cancelled: it would not release a message that arrives nonetheless. It ends
+        with the call, and no task may wait for it any more then. A future beside a task costs a tenth of a shield
+        within a timeout."""
         try:
             found: object = await self._context.read()
         except Exception as error:
@@ -113,7 +111,6 @@ class Incoming:
             came.set_result(found)
 
     def answer(self, granted: bool) -> None:
-        """It need not wait any longer."""
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(granted)
 
@@ -124,7 +121,7 @@ class Incoming:
 
 
 class Inbox:
-    """The calls of one port that wait to read, read, or hold what they have read."""
+    """Holds the calls of one port that wait to read, read, or hold what they have read."""
 
     def __init__(self, bounds: InboxBounds, refusals: Counter[str]) -> None:
         self._bounds = bounds
@@ -145,17 +142,17 @@ class Inbox:
         self._limit: asyncio.TimerHandle | None = None  # while anybody reads, and for a while after
 
     def open(self, context: Context, tenant: str) -> Incoming:
-        """For a call of a caller that is known: its connection and tenant are one sender."""
+        """Registers a call of a known caller: its connection and tenant are one sender."""
         return Incoming(self, context, tenant)
 
     def begin(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object] | None:
-        """Where its message goes, if it may read at once."""
+        """Returns the future of its message, if it may read at once."""
         if one.sender in self._waiting or not self._has_room(one.sender):
             return None
         return self._begin(one, loop)
 
     async def turn(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object]:
-        """Where its message goes, once it may read. Raises Overloaded."""
+        """Waits for a turn and returns the future of its message. Raises Overloaded."""
         one.turn = loop.create_future()
         self._enqueue(one)
         self._watch(loop)
@@ -173,14 +170,13 @@ class Inbox:
         return one.came
 
     def read_ended(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> None:
-        """The next one may read."""
         if one in self._reading:
             self._end(one)
             if self._waiting:
                 self._give_turns(loop)
 
     def hold(self, one: Incoming, size: int) -> None:
-        """So many bytes are held for the call, until it is forgotten. Raises Overloaded."""
+        """Accounts `size` bytes to the call until it is forgotten. Raises Overloaded."""
         if self._held + size > self._bounds.live_bytes // 2:
             raise self.overloaded("the messages of live requests are too large together", Reason.MESSAGES)
         self._held += size
@@ -194,12 +190,11 @@ class Inbox:
             self.busy.begin(one.peer)
 
     async def breathe(self) -> None:
-        """Returns to one call at a time, and once the loop has looked at everybody else: what follows takes a while."""
+        """Returns to one call at a time, once the loop has run all other tasks: what follows takes a while."""
         async with self._large:
             await asyncio.sleep(0)
 
     def forget(self, one: Incoming) -> None:
-        """The call has ended."""
         self._held -= one.held
         one.held = 0
         if one.busy:
@@ -247,7 +242,6 @@ class Inbox:
             return None
 
     def overloaded(self, message: str, reason: Reason) -> Overloaded:
-        """The refusal, counted."""
         self._refusals[reason] += 1
         return Overloaded(message, reason, _RETRY * random.uniform(1.0, 1.5))
 
@@ -271,7 +265,7 @@ class Inbox:
             del self._reading_of[one.sender]
 
     def _enqueue(self, one: Incoming) -> None:
-        """Where too many wait, the sender with the most of them loses its newest."""
+        """Enqueues a call. Where too many wait, the sender with the most of them loses its newest."""
         self._waiting.setdefault(one.sender, {})[one] = None
         self._waiting_count += 1
         if self._waiting_count > _MOST_WAITING:
@@ -289,7 +283,7 @@ class Inbox:
                 del self._waiting[one.sender]
 
     def _give_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One to each sender that waits, again and again while there is room."""
+        """Gives one turn to each waiting sender, repeatedly while there is room."""
         given = True
         while given and len(self._reading) < self._readers:
             given = False
@@ -309,7 +303,7 @@ class Inbox:
             self._timer = loop.call_later(_PATIENCE / 4, self._interrupt_slow, loop)
 
     def _interrupt_slow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Those that have read for too long lose their turn, where somebody waits for it: no more of them than wait."""
+        """Interrupts reads that have lasted too long, but no more of them than calls wait."""
         self._timer = None
         before = loop.time() - _PATIENCE
         for sender, mine in tuple(self._waiting.items()):
@@ -324,8 +318,8 @@ class Inbox:
         self._watch(loop)
 
     def _interrupt_stalled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends reads that have lasted for too long. One timer for all of them, which is set again where somebody reads
-        when it is due: a timer for each would cost more than the read."""
+        """Ends stalled reads. All share one timer, which is set again only if a call reads when it is due: a timer for
+        each would cost more than the read."""
         before = loop.time() - _LONGEST_READ
         for one in tuple(self._reading):
             if one.since > before:

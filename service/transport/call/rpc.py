@@ -1,4 +1,4 @@
-"""Around every RPC: who calls, its message, the size of the answer, and exception to status.
+"""Wraps every RPC: identifies the caller, reads its message, bounds the answer, and maps exceptions to statuses.
 
 gRPC's own handlers of one message read it before any code of ours runs. Ours are all registered as if they took a
 stream of messages, which looks the same on the wire: the caller is known first, and reading waits for its turn.
@@ -35,25 +35,21 @@ _log = logging.getLogger(__name__)
 
 
 class Guard(Protocol):
-    """Says who calls."""
-
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
-        """The caller, who has one of the rights. Raises Unauthenticated or PermissionDenied."""
+        """Returns the caller if it has one of the rights. Raises Unauthenticated or PermissionDenied."""
 
     def tenants(self) -> frozenset[str]:
-        """Everybody who may call."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a body may know of its RPC."""
-
     context: Context
     origin: Origin
     incoming: Incoming
 
     async def message(self) -> bytes:
-        """Reads it; once."""
+        """Reads the message, once."""
         data = await self.incoming.read()
         record = self.origin.record
         record.read_at, record.bytes_in = time.monotonic(), len(data)
@@ -62,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How calls of one method are handled. A streamed one writes its responses to the context."""
+    """Handler of one method. A streamed one writes its responses to the context."""
 
     handle: Callable[[RecordBuilder, Context], Awaitable[bytes | None]]
     streams: bool
@@ -74,20 +70,16 @@ StreamBody = Callable[[Call], Awaitable[None]]
 
 
 def read_all(tenant: str) -> None:
-    """No call is refused unread."""
+    pass
 
 
 class Endpoints:
-    """Makes handlers out of bodies."""
-
     def __init__(self, guard: Guard, inbox: Inbox, resources: ResourceTypes) -> None:
         self._guard = guard
         self._inbox = inbox
         self._resources = resources
 
     def unary(self, permitted: Rights, body: UnaryBody, check: Check = read_all) -> Method:
-        """A body that returns its one response."""
-
         async def handle(record: RecordBuilder, context: Context) -> bytes:
             try:
                 origin = self._origin(permitted, record, context)
@@ -156,13 +148,13 @@ async def abort_with(
 
 
 def service(name: str, methods: Mapping[str, Method], observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
-    """All methods of a service. Observers are told of each call once, when it has ended."""
+    """Returns a service's handler. Observers are notified of each call once, when it has ended."""
     handlers = {key: _observed(f"{name}/{key}", method, observers) for key, method in methods.items()}
     return grpc.method_handlers_generic_handler(name, handlers)
 
 
-class Strangers(_GenericHandler):
-    """Behind all services of a port: methods that there are not, refused as gRPC would, and observed."""
+class UnknownMethods(_GenericHandler):
+    """Refuses methods that no service of a port has, as gRPC would, and observes them."""
 
     def __init__(self, inbox: Inbox, observers: Observers) -> None:
         async def refuse(record: RecordBuilder, context: Context) -> bytes:
@@ -183,7 +175,7 @@ def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethod
             record.code = "OK"
             return response
         finally:
-            # Once gRPC has been given the response: nobody is to wait for counts and logs.
+            # Once gRPC has been given the response: no caller should wait for counts and logs.
             asyncio.get_running_loop().call_soon(observers.end, record, record.code or _unanswered(context))
 
     make = grpc.stream_stream_rpc_method_handler if method.streams else grpc.stream_unary_rpc_method_handler
@@ -191,8 +183,8 @@ def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethod
 
 
 def _unanswered(context: Context) -> str:
-    """How a call ended that came to no end of its own: gRPC knows a code where it was aborted; where it was cancelled,
-    none."""
+    """Returns how a call ended that was aborted or cancelled: gRPC knows a code where it was aborted; where it was
+    cancelled, none."""
     code = context.code()
     if code is None:
         late = context.time_remaining() == 0

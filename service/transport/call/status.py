@@ -1,4 +1,4 @@
-"""The one table from exceptions to gRPC statuses, and the google.rpc details that go with them."""
+"""Holds the one table from exceptions to gRPC statuses, and their google.rpc details."""
 
 from __future__ import annotations
 
@@ -29,25 +29,21 @@ Trailers = tuple[tuple[str, str | bytes], ...]
 
 @dataclass(frozen=True, slots=True)
 class ResourceTypes:
-    """What a protocol calls the things that a caller may fail to find."""
-
     model: str
     request: str
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """How an RPC ends badly."""
-
+class RpcFailure:
     code: grpc.StatusCode
     message: str
     trailers: Trailers
     reason: str  # of ErrorInfo; empty where it has none
 
 
-def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
-    """The status of `error`. What the table does not know is INTERNAL and says nothing of its cause. Without
-    `resources`, what was not found is not named."""
+def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
+    """Returns the status of `error`. An exception outside the table is INTERNAL and reveals nothing of its cause.
+    Without `resources`, a missing resource is not named."""
     if type(error) is errors.Overloaded:
         return _overload(str(error), error.reason, error.retry_after)
     for kind in type(error).__mro__:
@@ -60,14 +56,14 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> Failure:
 
 
 @lru_cache(_KEPT)
-def _overload(message: str, reason: Reason, retry_after: float) -> Failure:
-    """Returns the status of an Overloaded. Kept, since there may be thousands a second, and few different ones: what is
-    allocated during a flood and kept would hold on to the pages around it."""
+def _overload(message: str, reason: Reason, retry_after: float) -> RpcFailure:
+    """Returns the status of an Overloaded. Cached: there may be thousands a second, and few different ones, and what is
+    allocated in a flood and kept would hold on to the memory around it."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 
 
-def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Failure:
+def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> RpcFailure:
     message = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
     trailers: list[tuple[str, str | bytes]] = []
     if details:
@@ -78,7 +74,7 @@ def _failure(code: grpc.StatusCode, message: str, details: list[Message]) -> Fai
         if isinstance(detail, error_details_pb2.RetryInfo):
             trailers.append(("grpc-retry-pushback-ms", str(detail.retry_delay.ToMilliseconds())))
     reason = next((detail.reason for detail in details if isinstance(detail, error_details_pb2.ErrorInfo)), "")
-    return Failure(code, message, tuple(trailers), reason)
+    return RpcFailure(code, message, tuple(trailers), reason)
 
 
 def _pack(detail: Message) -> AnyMessage:
@@ -166,7 +162,7 @@ _TABLE: dict[type, tuple[grpc.StatusCode, Callable[..., list[Message]]]] = {
     errors.Unimplemented: (_C.UNIMPLEMENTED, _unimplemented),
     errors.Overloaded: (_C.RESOURCE_EXHAUSTED, _overloaded),
     errors.Draining: (_C.UNAVAILABLE, _draining),
-    errors.Stopping: (_C.FAILED_PRECONDITION, _only(Reason.STOPPING)),
+    errors.ShuttingDown: (_C.FAILED_PRECONDITION, _only(Reason.STOPPING)),
     errors.CacheUnavailable: (_C.UNAVAILABLE, _cache_unavailable),
     errors.Unauthenticated: (_C.UNAUTHENTICATED, _unauthenticated),
     errors.PermissionDenied: (_C.PERMISSION_DENIED, _denied),

@@ -64,7 +64,7 @@ class StallWatch:
         self._writers.discard(writer)
 
     async def run(self) -> None:
-        """For ever. A stream is ended at most a tenth of the timeout late."""
+        """Ends stalled streams, forever. A stream is ended at most a tenth of the timeout late."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self._timeout / 10))

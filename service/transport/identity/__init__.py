@@ -1,1 +1,1 @@
-"""Who calls: tokens, certificates and tenants."""
+"""Identifies callers: tokens, certificates and tenants."""

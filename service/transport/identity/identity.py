@@ -1,4 +1,4 @@
-"""Who gets in, as the settings say: tokens, client certificates, or everybody."""
+"""Admits callers as the settings require: by tokens, by client certificates, or all."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _log = logging.getLogger(__name__)
 
 
 class Identity:
-    """Of callers, and ours to them. Both are read again when their files change."""
+    """Identifies callers to us and us to them. Both are read again when their files change."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises BadSettings."""
         self._certificates = None if settings.tls.cert is None else Certificates(settings.tls)
         self._tokens = None if settings.auth.tokens_file is None else TokenFile(settings.auth.tokens_file)
         _tell_exposure(settings)
-        # A client certificate without a tokens file says that somebody is known, but not who: such callers may not
+        # A client certificate without a tokens file proves that the caller is known, but not who: such callers may not
         # change what others are served with.
         self._everybody = NoTokens(ALL_RIGHTS if settings.tls.client_ca is None else CALLER_RIGHTS)
 
@@ -35,16 +34,16 @@ class Identity:
         return self._everybody if self._tokens is None else self._tokens
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """For one port; None: plaintext."""
+        """Returns credentials of one port; None: plaintext."""
         return None if self._certificates is None else self._certificates.credentials()
 
     @property
     def certificates(self) -> Certificates | None:
-        """Ours; None: plaintext."""
+        """Returns our certificates; None: plaintext."""
         return self._certificates
 
     def reload(self) -> None:
-        """Soon, whether or not the files look changed."""
+        """Requests a reload, whether or not the files look changed."""
         if self._tokens is None:
             _log.info("there is no tokens file to be read again")
         for one in (self._tokens, self._certificates):
@@ -53,19 +52,17 @@ class Identity:
 
     @property
     def expiries(self) -> Mapping[str, float]:
-        """When our certificate expires, and that of the authority of our callers; Unix time in seconds."""
+        """Returns when our certificate and our callers' authority expire; Unix time in seconds."""
         return {} if self._certificates is None else self._certificates.expiries
 
     @property
     def failures(self) -> Mapping[str, int]:
-        """How often which files were read again in vain."""
-        watched = {"tokens": self._tokens, "certificates": self._certificates}
-        return {name: one.failures for name, one in watched.items() if one is not None}
+        files = {"tokens": self._tokens, "certificates": self._certificates}
+        return {name: one.failures for name, one in files.items() if one is not None}
 
 
 def refuse_strangers(settings: Settings) -> None:
-    """Raises BadSettings where others than this machine's own programs could call without saying who they are, and
-    nobody has said that they may."""
+    """Raises BadSettings where other machines could call without identifying themselves and no setting permits that."""
     if settings.insecure or not _strangers(settings):
         return
     for name, address in _open_ports(settings):
@@ -76,29 +73,28 @@ def refuse_strangers(settings: Settings) -> None:
 
 
 def closed_console(settings: Settings) -> str:
-    """Why nobody may use the console; empty where somebody may. --insecure does not open it: it changes switches, and
-    whoever opens a port for scrapers does not mean that."""
+    """Returns why the console is closed to everyone; empty where it is open. --insecure does not open it: the console
+    changes switches, and opening a port for scrapers does not imply that."""
     if not _strangers(settings) or _loopback("metrics-listen", settings.metrics_listen):
         return ""
     return (
-        "the console is closed: this port is open to others than this machine's programs, and nobody has to say who "
-        "calls (auth.tokens-file, tls.client-ca)"
+        "the console is closed: this port is open to others than this machine's programs, and callers need not "
+        "identify themselves (auth.tokens-file, tls.client-ca)"
     )
 
 
 def _strangers(settings: Settings) -> bool:
-    """Whether callers need not say who they are."""
+    """Whether callers need not identify themselves."""
     return settings.auth.tokens_file is None and settings.tls.client_ca is None
 
 
 def _open_ports(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Settings and addresses of ports that others than this machine's own programs reach."""
+    """Yields settings and addresses of ports that other machines can reach."""
     yield from _open_port("listen", settings.listen)
     yield from _open_port("admin-listen", settings.admin_listen)
 
 
 def _open_port(name: str, address: str) -> Iterator[tuple[str, str]]:
-    """The same, of one port."""
     if not _loopback(name, address):
         yield name, address
 
@@ -115,7 +111,7 @@ def _tell_exposure(settings: Settings) -> None:
 
 
 def _loopback(name: str, address: str) -> bool:
-    """Whether only this machine reaches it. Raises BadSettings."""
+    """Whether only this machine reaches the address. Raises BadSettings."""
     try:
         found = socket.getaddrinfo(address.rpartition(":")[0].strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The tenants file: YAML, a mapping of tenants to what they may use.
+"""Reads the tenants file: YAML, a mapping of tenants to what they may use.
 
 acme: {tokens-per-minute: 600000, burst: 1200000, requests: 64, priority: normal, metrics: true}
 default: {tokens-per-minute: 60000}   # every tenant without an entry, each for itself
@@ -32,8 +32,8 @@ _NAMES = ("tokens-per-minute", "burst", "requests", "priority", "metrics")
 
 
 class TenantsFile:
-    """Implements `PolicySource`: what a file says, replaced as a whole when it changes. One that has become unreadable
-    leaves what it said in force."""
+    """Implements `PolicySource` with a file, replaced as a whole when it changes. Where it has become unreadable, the
+    previous policies stay in force."""
 
     def __init__(self, path: Path, count: Callable[[str], None]) -> None:
         """Raises BadSettings. Later readings are counted by their outcome: `read` or `invalid`."""
@@ -85,7 +85,7 @@ def read_tenants(path: Path) -> TenantPolicies:
 
 
 def _tree(text: str) -> object:
-    """The first document: its mappings, texts, whole numbers and truth values; None for every other value.
+    """Parses the first document: its mappings, texts, whole numbers and truth values; None for every other value.
 
     Goes from event to event; the library's own reader would keep other threads waiting for as long as the file is.
     Raises YAMLError.
@@ -154,7 +154,7 @@ def _count(entry: Mapping[str | None, object], name: str, most: int, where: str)
 
 
 def quotas_of(path: Path | None, caches: AnswerCaches, refusals: Counter[str]) -> Quotas:
-    """With what a server has: a tenants file, and the Redis of its caches. Raises BadSettings."""
+    """Makes the quotas of a server from its tenants file and the Redis of its caches. Raises BadSettings."""
     if path is None:
         return Quotas(refusals=refusals)
     file = TenantsFile(path, lambda outcome: caches.counters.count("tenants_file", outcome))

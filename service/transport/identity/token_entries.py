@@ -1,4 +1,4 @@
-"""The entries of a tokens file.
+"""Reads the entries of a tokens file.
 
 The file is YAML, a list of them:
 
@@ -42,9 +42,7 @@ _PAUSE = 0.0005  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Whom a token or certificate stands for."""
-
+class TokenEntry:
     caller: Caller
     expires: float | None  # Unix time in seconds
     digest: bytes  # SHA-256 of the token, or of the certificate's name
@@ -53,12 +51,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """One file's."""
+    tokens: Mapping[bytes, TokenEntry] = field(default_factory=dict)  # by digest
+    names: Mapping[str, TokenEntry] = field(default_factory=dict)  # by alternative name
 
-    tokens: Mapping[bytes, Entry] = field(default_factory=dict)  # by digest
-    names: Mapping[str, Entry] = field(default_factory=dict)  # by alternative name
-
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[TokenEntry]:
         yield from self.tokens.values()
         yield from self.names.values()
 
@@ -69,12 +65,12 @@ class Entries:
 def read_entries(path: Path) -> Entries:
     """Gives way to other threads meanwhile. Raises BadSettings, which names the entry and never contains a hash."""
     where = f"auth.tokens-file: {path}"
-    tokens: dict[bytes, Entry] = {}
-    names: dict[str, Entry] = {}
+    tokens: dict[bytes, TokenEntry] = {}
+    names: dict[str, TokenEntry] = {}
     try:
         text = read_file(path, _MAX_BYTES).decode("utf-8")
         for number, item in enumerate(give_way(_items(text)), start=1):
-            read = _Reader(f"{where}: entry {number}", number)
+            read = _EntryReader(f"{where}: entry {number}", number)
             name, entry = read.entry(item)
             known = tokens.setdefault(entry.digest, entry) if name is None else names.setdefault(name, entry)
             if known is not entry:
@@ -91,7 +87,8 @@ def read_entries(path: Path) -> Entries:
 
 
 def give_way(items: Iterator[T]) -> Iterator[T]:
-    """The same, with pauses: a thread that computes lets others wait for 5 ms each time that they ask for a turn."""
+    """Yields the same items with pauses: a computing thread otherwise makes others wait for 5 ms each time they ask for
+    a turn."""
     since = time.monotonic()
     for item in items:
         yield item
@@ -101,19 +98,19 @@ def give_way(items: Iterator[T]) -> Iterator[T]:
 
 
 class _NoList(Exception):
-    """The document is something else."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """A time as it is written; YAML's own reader would forget that its zone is missing."""
+    """A time as it is written; YAML's own reader would lose a missing zone."""
 
     text: str
 
 
 def _items(text: str) -> Iterator[object]:
-    """Of the one document, which is a list: their lists, mappings, texts and times; None for every other value, such as
-    a number.
+    """Yields the items of the one document, which is a list: their lists, mappings, texts and times; None for every
+    other value, such as a number.
 
     Goes from event to event; the library's own reader would keep other threads waiting for as long as the file is.
     Raises YAMLError or _NoList.
@@ -151,15 +148,15 @@ def _items(text: str) -> Iterator[object]:
 _KNOWN = {right.value: right for right in Right}
 
 
-class _Reader:
+class _EntryReader:
     """Reads one entry. Raises BadSettings."""
 
     def __init__(self, where: str, number: int) -> None:
         self.where = where
         self._number = number
 
-    def entry(self, item: object) -> tuple[str | None, Entry]:
-        """With the certificate's name, where it is one's."""
+    def entry(self, item: object) -> tuple[str | None, TokenEntry]:
+        """Returns the certificate's name, if the entry is one's, and the entry."""
         if not isinstance(item, dict) or set(item) - {"expires"} not in (
             {"tenant", "rights", "sha256"},
             {"tenant", "rights", "san"},
@@ -175,7 +172,7 @@ class _Reader:
         digest = self._digest(item["sha256"]) if name is None else hashlib.sha256(name.encode()).digest()
         caller = Caller(tenant, self._rights(item["rights"]), hashlib.sha256(b"caller" + digest).hexdigest()[:16])
         expires = self._time(item["expires"]) if "expires" in item else None
-        return name, Entry(caller, expires, digest, self._number)
+        return name, TokenEntry(caller, expires, digest, self._number)
 
     def _digest(self, value: object) -> bytes:
         if not isinstance(value, str) or not _SHA256.fullmatch(value):

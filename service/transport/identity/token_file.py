@@ -1,4 +1,4 @@
-"""Bearer tokens and client certificates against a file: whom each stands for, and until when."""
+"""Checks bearer tokens and client certificates against a file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from pathlib import Path
 
 from service.core.errors import Reason, Unauthenticated
 from service.transport.call.auth import Caller, Presented, Rights, allowed, bearer, certified
-from service.transport.identity.token_entries import Entry, read_entries
+from service.transport.identity.token_entries import TokenEntry, read_entries
 from service.transport.port.files import FileWatch
 
 _SOON = 7 * 86_400.0  # seconds before an entry expires, from which on a line says so
-_NOBODY = Entry(Caller("", frozenset()), None, secrets.token_bytes(32), 0)  # whom a token stands for that is not known
+_NO_ENTRY = TokenEntry(
+    Caller("", frozenset()), None, secrets.token_bytes(32), 0
+)  # whom a token stands for that is not known
 _log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """The entries of one file, replaced as a whole when it changes. One that has become unreadable leaves the old
-    entries in force."""
+    """Holds the entries of one file, replaced as a whole when it changes. Where it has become unreadable, the old
+    entries stay in force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -33,8 +35,8 @@ class TokenFile:
         self._watch.start()
 
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
-        """The caller, who has one of the rights. A token wins over the connection's certificate, also where it is not
-        known: a gateway has one certificate, and its callers have tokens."""
+        """Returns the caller if it has one of the rights. A token wins over the connection's certificate even where it
+        is unknown: a gateway has one certificate, and its callers have tokens."""
         token = bearer(call.invocation_metadata() or ())
         entry = self._of_certificate(call) if token is None else self._of_token(token)
         if entry.expires is not None and entry.expires <= self._clock():
@@ -43,16 +45,15 @@ class TokenFile:
             raise Unauthenticated("the token has expired", Reason.TOKEN_EXPIRED)
         return allowed(entry.caller, permitted)
 
-    def _of_token(self, token: bytes) -> Entry:
-        """What is looked up is a digest, and a token that is not known is compared as well: how long that takes says
-        nothing of any token."""
+    def _of_token(self, token: bytes) -> TokenEntry:
+        """Looks up a digest, and compares unknown tokens as well, so that timing reveals nothing of any token."""
         digest = hashlib.sha256(token).digest()
-        entry = self._entries.tokens.get(digest, _NOBODY)
+        entry = self._entries.tokens.get(digest, _NO_ENTRY)
         if not hmac.compare_digest(entry.digest, digest):
             raise Unauthenticated("the token is not known", Reason.TOKEN_UNKNOWN)
         return entry
 
-    def _of_certificate(self, call: Presented) -> Entry:
+    def _of_certificate(self, call: Presented) -> TokenEntry:
         known = self._entries.names
         if not known:
             raise Unauthenticated("a token is needed: metadata authorization, `Bearer TOKEN`", Reason.TOKEN_MISSING)
@@ -69,16 +70,13 @@ class TokenFile:
         raise Unauthenticated("a token or a client certificate with a name is needed", Reason.TOKEN_MISSING)
 
     def tenants(self) -> frozenset[str]:
-        """All that have an entry."""
         return frozenset(entry.caller.tenant for entry in self._entries)
 
     def reload(self) -> None:
-        """Soon, whether or not it looks changed."""
         self._watch.ask()
 
     @property
     def failures(self) -> int:
-        """How often it was read in vain."""
         return self._watch.failures
 
     def _read_again(self) -> None:

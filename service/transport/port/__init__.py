@@ -1,1 +1,1 @@
-"""One port: its listener, bounds, certificates, and the services that every port has."""
+"""Serves one port: its listener, bounds, certificates, and the services that every port has."""

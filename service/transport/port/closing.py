@@ -1,10 +1,10 @@
-"""How a port closes without a call that ends badly.
+"""Closes a port without a call that ends badly.
 
-A server of gRPC that shuts down says GOAWAY on its connections, and from that moment until the client has heard it, a
-call that comes in is dropped as CANCELLED, which no client retries. So before that, new calls are kept waiting: who
-calls in a loop is soon waiting for an answer, and calls no more; who does not wait soon has as many calls on
-its connection as HTTP/2 allows. Then comes GOAWAY, and after it on the same connection the answer, a refusal with a
-retry hint. The next call makes a connection anew, here or elsewhere. Calls that run go on.
+A gRPC server that shuts down sends GOAWAY on its connections, and until the client has received it, a call that arrives
+is dropped as CANCELLED, which no client retries. So before that, new calls are kept waiting: a client that calls in a
+loop soon waits for an answer and calls no more; one that does not wait soon has as many calls on its connection as
+HTTP/2 allows. Then comes GOAWAY, and after it on the same connection the answer, a refusal with a retry hint. The next
+call makes a new connection, here or elsewhere. Running calls go on.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ else:
 
 
 class Stoppable(Protocol):
-    """As grpc.aio.Server."""
-
     async def stop(self, grace: float | None) -> None: ...
 
 
@@ -43,7 +41,7 @@ class Gate(_GenericHandler):
     looks methods up, and gives out those that wait only while it is closed."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers`: of the services behind it; the first that knows a method has it."""
+        """`handlers` belong to the services behind the gate; the first that knows a method handles it."""
         self._handlers = tuple(handlers)
         self._open = asyncio.Event()
         self._open.set()
@@ -61,20 +59,20 @@ class Gate(_GenericHandler):
         return None
 
     def leave(self, server: Stoppable) -> asyncio.Task[None]:
-        """Nobody connects any more, and clients look for another server; what runs goes on. By now every handler
-        refuses what is new. The task ends once all have been told."""
+        """Stops accepting connections, and makes clients look for another server; running calls go on. By now every
+        handler refuses new calls. The task ends once all clients have been notified."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(server))
         return self._leaving
 
     def hurry(self) -> None:
-        """It matters more to be gone than how calls end."""
+        """Closes quickly: leaving matters more than how calls end."""
         self._patience = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0.0)
 
     async def close(self, server: Stoppable, grace: float) -> None:
-        """Calls that run get `grace` seconds to end."""
+        """Ends the port; running calls get `grace` seconds."""
         await self.leave(server)
         await server.stop(grace)
 
@@ -97,7 +95,7 @@ class Gate(_GenericHandler):
         self._open.set()
 
     async def _hold(self) -> None:
-        """New calls wait from here on. Returns once no more come."""
+        """Holds new calls from here on. Returns once no more arrive."""
         self._open.clear()
         clock = asyncio.get_running_loop().time
         with suppress(TimeoutError):
@@ -109,7 +107,7 @@ class Gate(_GenericHandler):
         self._limit = None
 
     async def _another(self) -> bool:
-        """Whether a call comes before it has been quiet for long enough."""
+        """Whether a call arrives before the port has been quiet for long enough."""
         self._came.clear()
         try:
             async with asyncio.timeout(_QUIET):

@@ -52,9 +52,7 @@ class Connection:
 
 
 @dataclass(slots=True)
-class _Watched:
-    """Holds the bounds and the connections of one port."""
-
+class _BoundedPort:
     bound: int
     spare: int  # connections beyond the bound that gRPC still accepts
     busy: BusyPeers
@@ -64,20 +62,20 @@ class _Watched:
 
 
 class Evictor:
-    """Keeps the watched ports of this process within their bounds. Tests call `look` instead of `start`."""
+    """Keeps the registered ports of this process within their bounds. Tests call `look` instead of `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failure_logged = -_LOG_EVERY
-        self._ports: dict[int, _Watched] = {}
+        self._ports: dict[int, _BoundedPort] = {}
         self._known: dict[Inode, Connection] = {}
-        self._others: set[Inode] = set()  # sockets that are no connection of a watched port
+        self._others: set[Inode] = set()  # sockets that are no connection of a bounded port
         self._looked = -_LONGEST
         self._thread: threading.Thread | None = None
 
     def watch(self, port: int, bounds: PortBounds, busy: BusyPeers) -> None:
         """Enforces the bound of a port that this process listens on, from the next poll on."""
-        self._ports = {**self._ports, port: _Watched(bounds.connections, bounds.spare, busy)}
+        self._ports = {**self._ports, port: _BoundedPort(bounds.connections, bounds.spare, busy)}
         self._others = set()
 
     def start(self) -> None:
@@ -94,7 +92,7 @@ class Evictor:
             return 0  # fewer descriptors of all kinds than any port may have connections
         self._looked = now
         self._find(now)
-        return sum(self._relieve(number, watched, now) for number, watched in self._ports.items())
+        return sum(self._relieve(number, bounded, now) for number, bounded in self._ports.items())
 
     def _run(self) -> None:
         while True:
@@ -114,8 +112,8 @@ class Evictor:
 
     def _find(self, now: float) -> None:
         """Updates the list of connections of each port from the descriptors of the process."""
-        for watched in self._ports.values():
-            watched.connections = []
+        for bounded in self._ports.values():
+            bounded.connections = []
         known, others = {}, set()
         for fd, inode in _sockets():
             if inode in self._others:
@@ -136,32 +134,32 @@ class Evictor:
             self._ports[one.port].connections.append(one)
         self._known, self._others = known, others
 
-    def _relieve(self, number: int, watched: _Watched, now: float) -> int:
-        leaving = self._surplus(watched, now)
+    def _relieve(self, number: int, bounded: _BoundedPort, now: float) -> int:
+        leaving = self._surplus(bounded, now)
         for one in leaving:
             _shut(one)
-        watched.busy.keep({one.peer for one in watched.connections})
-        watched.evicted += len(leaving)
-        if watched.evicted and now - watched.logged >= _LOG_EVERY:
-            _log.warning("port %d: %d connections without a call were closed for others", number, watched.evicted)
-            watched.evicted, watched.logged = 0, now
+        bounded.busy.keep({one.peer for one in bounded.connections})
+        bounded.evicted += len(leaving)
+        if bounded.evicted and now - bounded.logged >= _LOG_EVERY:
+            _log.warning("port %d: %d connections without a call were closed for others", number, bounded.evicted)
+            bounded.evicted, bounded.logged = 0, now
         return len(leaving)
 
-    def _surplus(self, watched: _Watched, now: float) -> list[Connection]:
+    def _surplus(self, bounded: _BoundedPort, now: float) -> list[Connection]:
         """Chooses the connections to evict.
 
         Prefers those that have been idle for _SETTLED seconds: a new connection gets that long to make its first call,
         and a client whose connections are evicted reconnects no more often. Where that leaves more than half of the
         spare in use, takes any idle connection."""
-        idle = [(one, watched.busy.idle_since(one.peer, one.accepted)) for one in watched.connections]
+        idle = [(one, bounded.busy.idle_since(one.peer, one.accepted)) for one in bounded.connections]
         for one, since in idle:
             one.idle_since = None if since is None or now - since < _SETTLED else since
-        leaving = surplus(watched.connections, watched.bound)
-        most = watched.bound + watched.spare // 2
+        leaving = surplus(bounded.connections, bounded.bound)
+        most = bounded.bound + bounded.spare // 2
         if len(idle) - len(leaving) > most:
             for one, since in idle:
                 one.idle_since = since
-            leaving = surplus(watched.connections, most)
+            leaving = surplus(bounded.connections, most)
         return leaving
 
 

@@ -1,4 +1,4 @@
-"""Files that an operator replaces while the server runs: tokens, certificates."""
+"""Reads files that an operator replaces while the server runs: tokens, certificates."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _Stamp = tuple[int, int, int] | None  # modification time, size and inode of wha
 
 
 class NoFile(Exception):
-    """What is there cannot be read as a file of a bounded size. One line."""
+    """The path is not a readable file of a bounded size. One line."""
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """At most so many bytes. Does not wait for a writer, as a FIFO would. Raises OSError or NoFile."""
+    """Reads at most `most` bytes. Does not wait for a writer, as a FIFO would. Raises OSError or NoFile."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise NoFile("is no file")
@@ -41,8 +41,8 @@ class FileWatch:
     wrong with them. Looks through links: a folder that Kubernetes swaps is a change."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], None], remind: Callable[[], None]) -> None:
-        """To be made before the first reading, and `start`ed after it. `read` puts what it finds into force, or raises
-        BadSettings. `remind` is called after each reading and every day: it may say what will soon be out of date."""
+        """Made before the first reading, and `start`ed after it. `read` applies the file's contents, or raises
+        BadSettings. `remind` is called after each reading and every day, to warn of what will soon expire."""
         self.failures = 0  # readings that have put nothing into force
         self._name = name
         self._paths = tuple(paths)
@@ -73,7 +73,7 @@ class FileWatch:
                 reminded = time.monotonic()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        """Whether it was done. An error that nobody expected must not end the thread."""
+        """Whether the work succeeded. An unexpected error must not end the thread."""
         try:
             work()
             return True
@@ -83,7 +83,7 @@ class FileWatch:
             return False
 
     def _settled(self) -> tuple[_Stamp, ...]:
-        """What is there once it changes no more. A change while it is read is seen by the next look."""
+        """Returns the stamps once they change no more. A change during the read is found by the next poll."""
         before = self._stamps()
         for _ in range(_LOOKS):
             time.sleep(_SETTLED)

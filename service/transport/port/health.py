@@ -1,5 +1,5 @@
-"""grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the services that generate
-while requests are accepted.
+"""Serves grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the services that
+generate while requests are accepted.
 
 No token is needed: probes have none.
 """
@@ -43,7 +43,7 @@ class Health:
         self._closed = False
 
     def handlers(self, inbox: Inbox, observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """The service, for a port with this inbox; several servers may have it."""
+        """Returns the service's handler for a port with this inbox; several servers may share the service."""
 
         async def check(record: RecordBuilder, context: Context) -> bytes:
             return await self._check(await self._name(inbox, record, context), context)
@@ -55,13 +55,11 @@ class Health:
         return service(SERVICE, methods, observers)
 
     async def run(self) -> None:
-        """Polls readiness, for ever."""
         while True:
             self.refresh()
             await asyncio.sleep(_INTERVAL)
 
     def refresh(self) -> None:
-        """Polls now."""
         if self._closed:
             return
         holds = {"": self._alive(), **dict.fromkeys(self._generating, self._ready())}
@@ -71,7 +69,7 @@ class Health:
             self._wake()
 
     def close(self) -> None:
-        """The process ends: nothing is SERVING any more, and watchers' calls end."""
+        """Marks all services as not SERVING and ends watchers' calls, since the process ends."""
         self._closed = True
         self._status = dict.fromkeys(self._status, _NOT_SERVING)
         self._wake()

@@ -1,4 +1,4 @@
-"""HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
+"""Implements HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ _REASONS = {
 }
 
 
-class Refused(Exception):
-    """The request is answered with a status and one line of text."""
-
+class RequestRefused(Exception):
     def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(text)
         self.status = status
@@ -49,16 +47,14 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The head of a request."""
-
+class RequestHead:
     method: str  # empty where the first line has none, like the path
     path: str  # without the query
     headers: Mapping[str, str]  # by name in small letters; values of one name are joined by commas
     keeps: bool = False  # whether the client may send another request on the connection
 
 
-def parse_head(head: bytes) -> Request:
+def parse_head(head: bytes) -> RequestHead:
     """Reads what it can: a line that is no header is left out."""
     first, *rest = head.decode("latin-1").split("\r\n")
     method, target, *_ = [*first.split(" "), "", ""]
@@ -70,7 +66,7 @@ def parse_head(head: bytes) -> Request:
             headers[name] = f"{headers[name]}, {value.strip()}" if name in headers else value.strip()
     bare = headers.keys().isdisjoint(("content-length", "transfer-encoding"))
     keeps = bare and first.endswith(" HTTP/1.1") and headers.get("connection", "").lower() != "close"
-    return Request(method, target.partition("?")[0], headers, keeps)
+    return RequestHead(method, target.partition("?")[0], headers, keeps)
 
 
 class Exchange:
@@ -78,7 +74,7 @@ class Exchange:
 
     def __init__(
         self,
-        request: Request,
+        request: RequestHead,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         hold: Hold,
@@ -96,31 +92,31 @@ class Exchange:
 
     @property
     def peer(self) -> str:
-        """The connection's name, which no connection of gRPC has."""
+        """Returns the connection's name, which no gRPC connection has."""
         host, port, *_ = self.writer.get_extra_info("peername") or ("", 0)
         return f"http:{host}:{port}"
 
     def respond(self, kind: str, body: bytes, headers: Mapping[str, str], *, bodiless: bool = False) -> None:
-        """Answers well, and keeps the connection where the client can use it."""
+        """Sends a successful response, and keeps the connection where the client can use it."""
         self.keeps = self.request.keeps
         self.writer.write(response(200, kind, body, bodiless, {**headers, **KEPT} if self.keeps else headers))
 
     def hold(self) -> None:
         """Takes a place for a response that may last. Raises Refused where all are taken."""
         if not self._hold.take():
-            raise Refused(503, "too many calls are under way on this port")
+            raise RequestRefused(503, "too many calls are under way on this port")
 
     def release(self) -> None:
-        """The rest of the response is bounded in time again."""
+        """Bounds the rest of the response in time again."""
         self._hold.end()
 
     async def body(self) -> bytes:
-        """The whole body. Raises Refused."""
+        """Returns the whole body. Raises RequestRefused."""
         length = self.request.headers.get("content-length", "")
         if "transfer-encoding" in self.request.headers or not (length.isascii() and length.isdigit()):
-            raise Refused(411, "a body needs a Content-Length")
+            raise RequestRefused(411, "a body needs a Content-Length")
         if len(length) > 9 or int(length) > MAX_BODY:
-            raise Refused(413, f"the body is larger than {MAX_BODY} bytes")
+            raise RequestRefused(413, f"the body is larger than {MAX_BODY} bytes")
         return await self._reader.readexactly(int(length))
 
     async def gone(self) -> None:
@@ -130,18 +126,14 @@ class Exchange:
 
 
 class Hold(Protocol):
-    """A connection's place among those that may last."""
-
     def take(self) -> bool:
-        """Whether there was one."""
+        """Whether a place was free."""
 
     def end(self) -> None:
-        """The connection is bounded in time again."""
+        """Bounds the connection in time again."""
 
 
 class Site(Protocol):
-    """What a port answers beside its own path."""
-
     def answer(self, exchange: Exchange) -> Awaitable[None]:
         """Writes the response. Raises Refused before anything was written."""
 
@@ -149,21 +141,20 @@ class Site(Protocol):
 def response(
     status: int, kind: str, body: bytes, bodiless: bool = False, headers: Mapping[str, str] | None = None
 ) -> bytes:
-    """A response with its body."""
     return head(status, {"Content-Type": kind, "Content-Length": str(len(body)), **(headers or {})}) + (
         b"" if bodiless else body
     )
 
 
 def head(status: int, headers: Mapping[str, str]) -> bytes:
-    """The head of a response, which ends with its connection unless the headers say otherwise."""
+    """Makes the head of a response, which ends with its connection unless the headers state otherwise."""
     headers = {"Connection": "close", **headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\n{lines}\r\n".encode("latin-1")
 
 
 def _names(certificate: Mapping[str, object]) -> Mapping[str, Iterable[bytes]]:
-    """Alternative names of a certificate that TLS has verified, under gRPC's keys."""
+    """Returns the alternative names of a verified certificate under gRPC's keys."""
     found: dict[str, list[bytes]] = {}
     alternative = certificate.get("subjectAltName", ())
     assert isinstance(alternative, tuple)

@@ -1,7 +1,7 @@
-"""grpc.reflection.v1 and v1alpha: what services a port has. No token is needed.
+"""Serves grpc.reflection.v1 and v1alpha. No token is needed.
 
-The two differ in name alone: their messages are the same bytes. What a caller sends is read as any other message, so
-that it is bounded, and that bytes which are no request end the call with a status instead of a traceback in the log.
+The two differ in name alone: their messages are the same bytes. Messages are read as on other services, so that they
+are bounded, and malformed bytes end the call with a status instead of a traceback in the log.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _METHOD = "ServerReflectionInfo"
 def handlers(
     names: Sequence[str], contract: bytes, inbox: Inbox, observers: Observers
 ) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
-    """The two services of a port that has the services `names`. `contract`: a FileDescriptorSet, with comments."""
+    """Returns the two services of a port that has the services `names`. `contract`: a FileDescriptorSet, with
+    comments."""
     everything = sorted((*names, V1, V1_ALPHA))
     files = DescribedFiles(everything, FileDescriptorSet.FromString(contract), (_v1_file(), _error_details_file()))
 
@@ -56,14 +57,14 @@ async def _next(inbox: Inbox, context: Context) -> bytes | None:
 
 
 def _v1_file() -> FileDescriptorProto:
-    """grpcio has v1alpha alone."""
+    """Makes v1's file: grpcio has v1alpha alone."""
     alpha = FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(alpha)
     return Parse(MessageToJson(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
 
 
 def _error_details_file() -> FileDescriptorProto:
-    """What the details of a refusal are, so that callers who know a server by reflection alone can show them."""
+    """Describes the details of a refusal, so that clients that use reflection alone can print them."""
     details = FileDescriptorProto()
     error_details_pb2.DESCRIPTOR.CopyToProto(details)
     return details

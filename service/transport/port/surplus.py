@@ -40,8 +40,6 @@ class Host:
 
 
 class Held(Protocol):
-    """Describes a connection that is chosen from."""
-
     @property
     def host(self) -> Host: ...
 

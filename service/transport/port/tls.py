@@ -1,6 +1,6 @@
-"""The certificate that is shown, and those that callers may show: read again when their files change.
+"""Loads the server's certificate and the authority of its callers, and reads them again when their files change.
 
-Connections that are there keep what they began with. Each new one is shown what is in force then.
+Existing connections keep what they began with. Each new one gets what is in force then.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What one reading of the files has found."""
-
     key: bytes  # PEM
     chain: bytes  # PEM, our own certificate first
     client_ca: bytes | None  # PEM
@@ -46,22 +44,21 @@ class Pair:
         return self.begins <= now < self.expires
 
     def expires_soon(self, now: float) -> bool:
-        """Within a week, or in the last quarter of a shorter life."""
+        """Whether it expires within a week, or in the last quarter of a shorter life."""
         return self.expires - now < min(_SOON, _SHARE * (self.expires - self.begins))
 
     @property
-    def shown(self) -> Identification:
-        """What of it gRPC wants."""
+    def identification(self) -> Identification:
         return Identification(self.key, self.chain, self.client_ca)
 
 
 class Certificates:
-    """The pair in force. It is replaced as a whole, and not by one that does not fit together, cannot be read or is not
-    valid while the old one is."""
+    """Holds the pair in force. It is replaced as a whole, and not by one that does not fit together, cannot be read or
+    is not valid while the old one is."""
 
     def __init__(self, tls: TlsOptions, clock: Callable[[], float] = time.time) -> None:
-        """Raises BadSettings. A pair that has expired is served all the same, with a line: callers see for themselves,
-        and the next one is there as soon as somebody writes it."""
+        """Raises BadSettings. A pair that has expired is served all the same, with a line in the log: callers check it
+        themselves, and a new one is used as soon as it is written."""
         self._tls = tls
         self._clock = clock
         self._subscribers: list[Callable[[], object]] = []
@@ -73,36 +70,34 @@ class Certificates:
 
     @property
     def expiries(self) -> Mapping[str, float]:
-        """When the first certificate of each file expires; Unix time in seconds."""
+        """Returns when the first certificate of each file expires; Unix time in seconds."""
         pair = self._pair
         return {"cert": pair.expires} | ({} if pair.ca_expires is None else {"client-ca": pair.ca_expires})
 
     def current(self) -> Identification:
-        """What new connections are shown."""
-        return self._pair.shown
+        return self._pair.identification
 
     def subscribe(self, on_news: Callable[[], object]) -> None:
-        """To be called, in any thread, when `current` has changed."""
+        """Registers a callback, called in any thread when `current` has changed."""
         self._subscribers.append(on_news)
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one port: each asks for news at every new connection."""
+        """Returns credentials of one port, which check for changes at every new connection."""
         return credentials(self.current)
 
     def context(self) -> ssl.SSLContext:
-        """For a new connection of a port that is not gRPC's."""
-        shown = self.current()
-        if self._context is None or self._context[0] != shown:
-            self._context = shown, _context(shown)
+        """Returns the context for a new connection of a port that is not gRPC's."""
+        identification = self.current()
+        if self._context is None or self._context[0] != identification:
+            self._context = identification, _context(identification)
         return self._context[1]
 
     @property
     def failures(self) -> int:
-        """How often they were read in vain."""
         return self._watch.failures
 
     def reload(self) -> None:
-        """Soon, whether or not the files look changed."""
+        """Requests a reload, whether or not the files look changed."""
         self._watch.ask()
 
     def _read_again(self) -> None:
@@ -122,23 +117,23 @@ class Certificates:
             _log.warning("tls.cert expires at %s", _date(pair.expires))
 
 
-def _context(shown: Identification) -> ssl.SSLContext:
-    """Python reads certificates and keys from files alone: this one lies in memory."""
+def _context(identification: Identification) -> ssl.SSLContext:
+    """Makes a context. Python reads certificates and keys from files alone: this one lies in memory."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     pem = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
-        os.write(pem, shown.key + b"\n" + shown.chain)
+        os.write(pem, identification.key + b"\n" + identification.chain)
         context.load_cert_chain(f"/proc/self/fd/{pem}")
     finally:
         os.close(pem)
-    if shown.client_ca is not None:
-        context.load_verify_locations(cadata=shown.client_ca.decode("ascii"))
+    if identification.client_ca is not None:
+        context.load_verify_locations(cadata=identification.client_ca.decode("ascii"))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
 
 def read_pair(tls: TlsOptions) -> Pair:
-    """gRPC takes whatever it is given, and then listens in vain. Raises BadSettings."""
+    """Checks the pair, since gRPC accepts any and then cannot be reached. Raises BadSettings."""
     assert tls.cert is not None
     assert tls.key is not None
     chain = _pem(tls.cert, "tls.cert")

@@ -1,1 +1,1 @@
-"""What a process that speaks gRPC does for itself: garbage collection, heap, descriptors."""
+"""Maintains a process that speaks gRPC: garbage collection, heap, descriptors."""

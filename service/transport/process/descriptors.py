@@ -1,7 +1,7 @@
-"""Descriptors of the process: how many there may be, and how they are divided among the ports.
+"""Divides the process's descriptors among the ports.
 
-A port whose connections took the last descriptor would take everybody's: probes, scrapes, the engine's restart. So each
-port has a number of connections of its own, and what remains is kept for the rest of the process.
+A port whose connections took the last descriptor would leave none for probes, scrapes and the engine's restart. So each
+port has its own number of connections, and the remainder is kept for the rest of the process.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ _SPARE = 16, 512
 _log = logging.getLogger(__name__)
 
 
-class Division(NamedTuple):
-    """Says how many connections the ports may have."""
-
+class ConnectionDivision(NamedTuple):
     connections: int  # of the data port
     spare: int  # of each gRPC port, beyond its bound
 
 
-def divide(wanted: int) -> Division:
+def divide(wanted: int) -> ConnectionDivision:
     """Grants the data port the `wanted` connections, or as many as the limit of descriptors has room for. Raises the
     soft limit as far as the hard limit and _ENOUGH allow."""
     least, most_spare = _SPARE
@@ -45,5 +43,5 @@ def divide(wanted: int) -> Division:
             _log.warning(
                 "the data port takes %d connections instead of %d: %d descriptors", most_connections, wanted, soft
             )
-        return Division(min(wanted, most_connections), spare)
-    return Division(wanted, most_spare)
+        return ConnectionDivision(min(wanted, most_connections), spare)
+    return ConnectionDivision(wanted, most_spare)

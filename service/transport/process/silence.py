@@ -1,4 +1,4 @@
-"""What gRPC prints past the log."""
+"""Suppresses what gRPC prints past the log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 
 def silence() -> None:
-    """Some errors are logged by gRPC and then printed to stderr as well, with `traceback.print_exc`: one is had by a
-    path that is no UTF-8 on a connection that is closed at once. Nothing bounds how often."""
+    """Stops gRPC from printing errors to stderr with `traceback.print_exc` after logging them. A path that is no UTF-8
+    on a connection that is closed at once causes one, so their number is unbounded."""
     cygrpc.traceback = SimpleNamespace(print_exc=lambda: None, format_exception=traceback.format_exception)

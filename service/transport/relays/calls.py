@@ -1,4 +1,4 @@
-"""The front's end of one relay: its calls, which handlers take for gRPC's own."""
+"""Represents one relay's calls in the front, where handlers take them for gRPC's own."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from service.transport.call.context import Context, Metadata, Trailers
 from service.transport.call.errors import forget_frames
 from service.transport.relays.frames import (
     Abort,
-    Answer,
-    Came,
-    Gone,
+    CallEnded,
+    CallRefusal,
+    CallStarted,
+    FinishCall,
     Head,
-    Link,
     Message,
     Order,
     Read,
-    Refusal,
+    RelayLink,
     Report,
-    Taken,
-    Write,
+    WriteAccepted,
+    WriteMessage,
 )
 
 # A method's: of its requests, which it reads itself, and its call.
 Body = Callable[[object, Context], Awaitable[bytes | None]]
-_UNKNOWN = Refusal(grpc.StatusCode.UNKNOWN.value[0], "", [])
+_UNKNOWN = CallRefusal(grpc.StatusCode.UNKNOWN.value[0], "", [])
 _log = logging.getLogger(__name__)
 
 
-class Details(NamedTuple):
-    """What a handler is looked up by. As grpc.HandlerCallDetails."""
+class RelayedCallDetails(NamedTuple):
+    """Has the fields of grpc.HandlerCallDetails."""
 
     method: str
     invocation_metadata: Metadata
 
 
 class RelayedCall:
-    """A Context. It has ended once the front has ended it, or the caller has gone."""
+    """Implements Context. It has ended once the front has ended it, or the caller has gone."""
 
-    def __init__(self, came: Came, send: Callable[[Order], None]) -> None:
+    def __init__(self, came: CallStarted, send: Callable[[Order], None]) -> None:
         self._came = came
         self._send = send
         self._loop = asyncio.get_running_loop()
@@ -85,7 +85,7 @@ class RelayedCall:
     async def write(self, message: bytes) -> None:
         self._check()
         self._write = self._loop.create_future()
-        self._send(Write(self._came.call, message))
+        self._send(WriteMessage(self._came.call, message))
         await self._write
 
     async def send_initial_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
@@ -95,36 +95,33 @@ class RelayedCall:
     async def abort(self, code: grpc.StatusCode, details: str = "", trailers: Trailers = ()) -> NoReturn:
         self._check()
         self._code = code
-        self.end(Abort(self._came.call, Refusal(code.value[0], details, list(trailers))))
+        self.end(Abort(self._came.call, CallRefusal(code.value[0], details, list(trailers))))
         raise grpc.aio.AbortError
 
     def answer(self, response: bytes | None) -> None:
-        """Ends it well."""
-        self.end(Answer(self._came.call, response))
+        self.end(FinishCall(self._came.call, response))
 
-    def end(self, order: Answer | Abort) -> None:
-        """Unless it has ended."""
+    def end(self, order: FinishCall | Abort) -> None:
         if not self.ended:
             self._send(order)
             self._close()
 
     def came(self, data: bytes | None) -> None:
-        """What was read; None: there is no more."""
+        """Takes a read message; None: there is no more."""
         if self._read is not None and not self._read.done():
             self._read.set_result(data)
 
     def taken(self) -> None:
-        """What was written."""
         if self._write is not None and not self._write.done():
             self._write.set_result(None)
 
     def gone(self, late: bool) -> None:
-        """The caller has, or its deadline has passed."""
+        """Takes the end of the call by its caller or, if `late`, its deadline."""
         self._late = late
         self._close()
 
     def _close(self) -> None:
-        """What still waits to read or to write may have nobody who would cancel it."""
+        """Wakes what still waits to read or write, which nothing else may cancel."""
         self.ended = True
         self.came(None)
         self.taken()
@@ -135,8 +132,6 @@ class RelayedCall:
 
 
 class RelayedCalls:
-    """All calls of one relay."""
-
     def __init__(self, handlers: grpc.GenericRpcHandler[bytes, bytes]) -> None:
         self._handlers = handlers
         self._calls: dict[int, tuple[RelayedCall, asyncio.Task[None]]] = {}
@@ -145,10 +140,9 @@ class RelayedCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
-    def begin(self, came: Came, link: Link[Report]) -> None:
-        """Its handler runs from now on."""
+    def begin(self, came: CallStarted, link: RelayLink[Report]) -> None:
         call = RelayedCall(came, link.send)
-        found = self._handlers.service(cast(grpc.HandlerCallDetails, Details(came.method, came.metadata)))
+        found = self._handlers.service(cast(grpc.HandlerCallDetails, RelayedCallDetails(came.method, came.metadata)))
         assert found is not None, "a port has a handler for what it does not know"
         body = cast(Body, found.stream_stream if found.response_streaming else found.stream_unary)
         task = self._loop.create_task(self._handle(came.call, call, body))
@@ -156,8 +150,8 @@ class RelayedCalls:
         # Not by the task itself: one that is cancelled before its first turn runs no `finally`.
         task.add_done_callback(lambda _: self._calls.pop(came.call))
 
-    def on(self, report: Message | Taken | Gone) -> None:
-        """For one of them, unless it has ended."""
+    def on(self, report: Message | WriteAccepted | CallEnded) -> None:
+        """Passes a report to its call, unless that has ended."""
         found = self._calls.get(report.call)
         if found is None:
             return
@@ -165,14 +159,14 @@ class RelayedCalls:
         match report:
             case Message(data=data):
                 call.came(data)
-            case Taken():
+            case WriteAccepted():
                 call.taken()
-            case Gone(late=late):
+            case CallEnded(late=late):
                 call.gone(late)
                 task.cancel()
 
     def lose(self) -> None:
-        """The relay has gone, and so have their callers."""
+        """Ends all calls, since the relay has gone."""
         for call, task in self._calls.values():
             call.gone(late=False)
             task.cancel()

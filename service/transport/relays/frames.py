@@ -1,7 +1,7 @@
-"""What travels between the front and a relay: messages of msgpack, each behind its length.
+"""Defines the messages between the front and a relay: msgpack, each behind its length.
 
-A call has a number, which the relay gives. The relay says that it came; the front has it read, writes to it and ends
-it. Either may be ahead of the other, so that both leave alone what is said of a call that they know no more.
+The relay numbers a call and reports it; the front orders reads and writes and ends it. Either side may be ahead of the
+other, so both ignore messages about a call that they no longer know.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ _HEADER = 8  # bytes of a length
 Pairs = list[tuple[str, Any]]  # text, or bytes where the name ends in -bin
 
 
-class Came(msgspec.Struct, array_like=True, tag=0):
-    """A call, unread."""
-
+class CallStarted(msgspec.Struct, array_like=True, tag=0):
     call: int
     method: str
     metadata: Pairs
@@ -30,90 +28,78 @@ class Came(msgspec.Struct, array_like=True, tag=0):
 
 
 class Message(msgspec.Struct, array_like=True, tag=1):
-    """What a read has brought; None: the caller has sent all it had to send."""
+    """Carries the result of a read; None: the caller has sent its last message."""
 
     call: int
     data: bytes | None
 
 
-class Taken(msgspec.Struct, array_like=True, tag=2):
-    """gRPC has taken what was written, and the next one may come."""
+class WriteAccepted(msgspec.Struct, array_like=True, tag=2):
+    """Reports that gRPC accepted a write, so that the next one may follow."""
 
     call: int
 
 
-class Gone(msgspec.Struct, array_like=True, tag=3):
-    """The call has ended before the front ended it."""
+class CallEnded(msgspec.Struct, array_like=True, tag=3):
+    """Reports that the call has ended before the front ended it."""
 
     call: int
     late: bool  # since its deadline has passed
 
 
 class Listening(msgspec.Struct, array_like=True, tag=4):
-    """Or not, where another server has the port."""
-
     port: int  # 0: it cannot
 
 
 class TurnedAway(msgspec.Struct, array_like=True, tag=5):
-    """So many more calls were refused by the relay, since the front was too far behind."""
+    """Counts further calls that the relay refused because the front was too far behind."""
 
     calls: int
 
 
 class Stopped(msgspec.Struct, array_like=True, tag=6):
-    """Its server has, and no call is left."""
+    """Reports that the relay's server has stopped, and no call is left."""
 
 
 class Alive(msgspec.Struct, array_like=True, tag=7):
-    """Answers a Ping."""
+    pass
 
 
 class Listen(msgspec.Struct, array_like=True, tag=0):
-    """The first of all."""
+    """Orders the relay to listen; the first message."""
 
     address: str
     bounds: PortBounds
-    shown: Identification | None  # None: plaintext
+    identification: Identification | None  # None: plaintext
     hang_timeout: float  # seconds without a message after which either end considers the other hung
-    refusals: list[Refusal]  # one of them is for whoever comes while the front is too far behind
+    refusals: list[CallRefusal]  # one of them is for whoever comes while the front is too far behind
 
 
-class Refusal(msgspec.Struct, array_like=True):
-    """How a call ends badly."""
-
+class CallRefusal(msgspec.Struct, array_like=True):
     code: int
     details: str
     trailers: Pairs
 
 
-class Show(msgspec.Struct, array_like=True, tag=1):
-    """To connections from now on."""
-
-    shown: Identification
+class UseIdentification(msgspec.Struct, array_like=True, tag=1):
+    identification: Identification
 
 
 class Read(msgspec.Struct, array_like=True, tag=2):
-    """A message."""
-
     call: int
 
 
 class Head(msgspec.Struct, array_like=True, tag=3):
-    """Sends initial metadata."""
-
     call: int
     metadata: Pairs
 
 
-class Write(msgspec.Struct, array_like=True, tag=4):
-    """A message."""
-
+class WriteMessage(msgspec.Struct, array_like=True, tag=4):
     call: int
     data: bytes
 
 
-class Answer(msgspec.Struct, array_like=True, tag=5):
+class FinishCall(msgspec.Struct, array_like=True, tag=5):
     """Ends it well, after one more message unless that is None."""
 
     call: int
@@ -121,31 +107,29 @@ class Answer(msgspec.Struct, array_like=True, tag=5):
 
 
 class Abort(msgspec.Struct, array_like=True, tag=6):
-    """Ends it badly."""
-
     call: int
-    refusal: Refusal
+    refusal: CallRefusal
 
 
 class Stop(msgspec.Struct, array_like=True, tag=7):
-    """Says GOAWAY, takes no more connections, and gives calls so many seconds; None: none. May come again."""
+    """Sends GOAWAY, accepts no more connections, and gives calls `grace` seconds; None: no limit. May be repeated."""
 
     grace: float | None
 
 
-class Ping(msgspec.Struct, array_like=True, tag=8):
+class PingRelay(msgspec.Struct, array_like=True, tag=8):
     """Asks the relay for Alive, and proves to the relay that the front is not hung."""
 
 
-Report = Came | Message | Taken | Gone | Listening | TurnedAway | Stopped | Alive  # relay → front
-Order = Listen | Show | Read | Head | Write | Answer | Abort | Stop | Ping  # front → relay
+Report = CallStarted | Message | WriteAccepted | CallEnded | Listening | TurnedAway | Stopped | Alive  # relay → front
+Order = Listen | UseIdentification | Read | Head | WriteMessage | FinishCall | Abort | Stop | PingRelay  # front → relay
 
 _Received = TypeVar("_Received")
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Link(asyncio.Protocol, Generic[_Received]):
-    """One end of the socket. What the other end sends is believed: it is code of ours."""
+class RelayLink(asyncio.Protocol, Generic[_Received]):
+    """One end of the socket. Messages of the other end are trusted: it is our code."""
 
     def __init__(self, kind: object, receive: Callable[[_Received], None], lost: Callable[[], None]) -> None:
         """`kind`: what it receives, Report or Order. `lost` is called once, when the other end has gone."""
@@ -158,7 +142,7 @@ class Link(asyncio.Protocol, Generic[_Received]):
         self._unsent = bytearray()
 
     def send(self, message: Report | Order) -> None:
-        """Soon, with whatever else is sent in this turn of the event loop."""
+        """Sends soon, together with all messages of this turn of the event loop."""
         unsent = self._unsent
         if not unsent:
             self._loop.call_soon(self._flush)
@@ -172,7 +156,7 @@ class Link(asyncio.Protocol, Generic[_Received]):
         unsent[start : start + _HEADER] = (len(unsent) - start - _HEADER).to_bytes(_HEADER, "big")
 
     def close(self) -> None:
-        """Once what was sent has left."""
+        """Closes once what was sent has left."""
         self._flush()
         if self._transport is not None:
             self._transport.close()
@@ -204,7 +188,7 @@ class Link(asyncio.Protocol, Generic[_Received]):
 
 
 def _end(data: bytes | bytearray, start: int) -> int:
-    """Where the message at `start` ends; beyond the data where not even its length has come."""
+    """Returns where the message at `start` ends; beyond the data where its length is incomplete."""
     if len(data) - start < _HEADER:
         return len(data) + _HEADER
     return start + _HEADER + int.from_bytes(data[start : start + _HEADER], "big")

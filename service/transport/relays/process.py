@@ -1,5 +1,5 @@
-"""`python -m service.transport.relays.process --fd N …`: one relay. The front is at the other end of the socket N, and
-a relay ends when that does."""
+"""Runs one relay: `python -m service.transport.relays.process --fd N …`. The front is at the other end of the socket N,
+and a relay ends when that does."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from service.transport.process.silence import silence
 from service.transport.relays.frames import (
     Abort,
     Alive,
-    Answer,
-    Came,
-    Gone,
+    CallEnded,
+    CallRefusal,
+    CallStarted,
+    FinishCall,
     Head,
-    Link,
     Listen,
     Listening,
     Message,
     Order,
-    Ping,
+    PingRelay,
     Read,
-    Refusal,
-    Show,
+    RelayLink,
     Stop,
     Stopped,
-    Taken,
     TurnedAway,
-    Write,
+    UseIdentification,
+    WriteAccepted,
+    WriteMessage,
 )
 from service.transport.relays.life import SignsOfLife
 
-_MOST_UNHEARD = 1024  # calls of which the front has said nothing yet; each costs some ten KiB, and its caller waits
+_MOST_UNHEARD = 1024  # calls that the front has not answered yet; each costs some ten KiB, and its caller waits
 _OOM_SCORE = 200  # above the front's; the engine process has 300
 _OPEN = "/grpc."  # prefix of the methods of health and reflection, which need no token
 _NAMES = ("peer_uri", "peer_dns", "peer_email")  # what a certificate may say of who calls
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[bytes, bytes]
-_OfCall = Read | Head | Write | Answer | Abort
+_OfCall = Read | Head | WriteMessage | FinishCall | Abort
 
 if TYPE_CHECKING:  # it has no parameters while it runs
     _GenericHandler = grpc.GenericRpcHandler[bytes, bytes]
@@ -67,10 +67,10 @@ else:
     _GenericHandler = grpc.GenericRpcHandler
 
 
-class _Call:
-    """One call of gRPC's, in which everything is done that the front orders, in its order."""
+class _RelayCall:
+    """One gRPC call, which executes the front's orders in sequence."""
 
-    def __init__(self, number: int, context: _Context, link: Link[Order], busy: BusyPeers | None) -> None:
+    def __init__(self, number: int, context: _Context, link: RelayLink[Order], busy: BusyPeers | None) -> None:
         """`busy` counts the connection as busy from the call's first message on. It is None for a call that needs no
         token, so that callers without one cannot keep a connection from being evicted."""
         self._number = number
@@ -86,7 +86,7 @@ class _Call:
         self.heard = False  # anything from the front
 
     def order(self, order: _OfCall) -> None:
-        """Done after those before it; a read is begun, and what follows does not wait for it."""
+        """Enqueues an order; a read is begun, and later orders do not wait for it."""
         if isinstance(order, Read):
             self._reading = self._loop.create_task(self._read())
             return
@@ -95,19 +95,19 @@ class _Call:
             self._more.set_result(None)
 
     async def serve(self) -> None:
-        """Until the front has ended it."""
+        """Serves until the front has ended the call."""
         context = self._context
         while True:
             while not self._orders:
                 self._more = self._loop.create_future()
                 await self._more
             match self._orders.popleft():
-                case Write(data=data):
+                case WriteMessage(data=data):
                     await context.write(data)
-                    self._link.send(Taken(self._number))
+                    self._link.send(WriteAccepted(self._number))
                 case Head(metadata=metadata):
                     await context.send_initial_metadata(tuple(metadata))
-                case Answer(data=data):
+                case FinishCall(data=data):
                     if data is not None:
                         await context.write(data)
                     return
@@ -124,26 +124,26 @@ class _Call:
         try:
             data = await self._context.read()
         except (grpc.aio.BaseError, asyncio.CancelledError):
-            return  # it has ended, which the front is told of beside this
+            return  # it has ended, which the front learns otherwise
         if self._busy is not None and self._peer is None and isinstance(data, bytes) and not self._ended:
             self._peer = self._context.peer()
             self._busy.begin(self._peer)
         self._link.send(Message(self._number, data if isinstance(data, bytes) else None))
 
 
-class Calls(_GenericHandler):
-    """All calls of this process, whatever their methods: the front knows which there are."""
+class RelayCalls(_GenericHandler):
+    """Accepts all calls of this process, whatever their methods: only the front knows the methods."""
 
-    def __init__(self, link: Link[Order], verified: bool, refusals: list[Refusal]) -> None:
+    def __init__(self, link: RelayLink[Order], verified: bool, refusals: list[CallRefusal]) -> None:
         """`verified`: connections have certificates."""
         self._link = link
         self._verified = verified
         self._refusals = refusals
         self._numbers = itertools.count()
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _RelayCall] = {}
         self._unheard = 0
         self.busy = BusyPeers()
-        self._turned_away = 0  # of which the front was not told yet
+        self._turned_away = 0  # that were not reported to the front yet
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         method = handler_call_details.method
@@ -157,7 +157,6 @@ class Calls(_GenericHandler):
         return len(self._calls)
 
     def order(self, order: _OfCall) -> None:
-        """For one of them."""
         call = self._calls.get(order.call)
         if call is not None:
             if not call.heard:
@@ -170,26 +169,28 @@ class Calls(_GenericHandler):
             self._turn_away()
             await abort(context, random.choice(self._refusals))
         number = next(self._numbers)
-        call = self._calls[number] = _Call(number, context, self._link, None if method.startswith(_OPEN) else self.busy)
+        call = self._calls[number] = _RelayCall(
+            number, context, self._link, None if method.startswith(_OPEN) else self.busy
+        )
         self._unheard += 1
         self._link.send(self._came(number, method, context))
         try:
             await call.serve()
         except (asyncio.CancelledError, grpc.aio.InternalError) as error:
-            self._link.send(Gone(number, late=context.time_remaining() == 0))
+            self._link.send(CallEnded(number, late=context.time_remaining() == 0))
             raise asyncio.CancelledError from error
         finally:
             call.end()
             del self._calls[number]
             self._unheard -= not call.heard
 
-    def _came(self, number: int, method: str, context: _Context) -> Came:
+    def _came(self, number: int, method: str, context: _Context) -> CallStarted:
         remaining = context.time_remaining()
         names: dict[str, list[bytes]] = {}
         if self._verified:
             connection = context.auth_context()
             names = {key: list(connection[key]) for key in _NAMES if key in connection}
-        return Came(
+        return CallStarted(
             number,
             method,
             list(context.invocation_metadata() or ()),
@@ -208,7 +209,7 @@ class Calls(_GenericHandler):
         self._turned_away = 0
 
 
-async def abort(context: _Context, refusal: Refusal) -> None:
+async def abort(context: _Context, refusal: CallRefusal) -> None:
     """Raises what gRPC raises."""
     try:
         await context.abort(_CODES[refusal.code], refusal.details, tuple(refusal.trailers))
@@ -218,30 +219,27 @@ async def abort(context: _Context, refusal: Refusal) -> None:
 
 
 class Relay:
-    """This process: a server of gRPC and the socket to the front."""
-
     def __init__(self) -> None:
-        self.link: Link[Order] = Link(Order, self._receive, self._lost)
+        self.link: RelayLink[Order] = RelayLink(Order, self._receive, self._lost)
         self._server: grpc.aio.Server | None = None
-        self._calls: Calls | None = None
-        self._shown: http2.Identification | None = None
+        self._calls: RelayCalls | None = None
+        self._identification: http2.Identification | None = None
         self._tasks = set[asyncio.Task[None]]()
         self._life: SignsOfLife | None = None  # whether the front is alive; None until the relay listens
 
     def live(self) -> int:
-        """Calls."""
         return 0 if self._calls is None else len(self._calls)
 
     def _receive(self, order: Order) -> None:
         if self._life is not None:
             self._life.heard()
         match order:
-            case Ping():
+            case PingRelay():
                 self.link.send(Alive())
             case Listen():
                 self._begin(self._listen(order))
-            case Show(shown=shown):
-                self._shown = shown
+            case UseIdentification(identification=identification):
+                self._identification = identification
             case Stop(grace=grace):
                 self._begin(self._stop(grace))
             case _:
@@ -254,12 +252,12 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
     async def _listen(self, order: Listen) -> None:
-        self._shown = order.shown
-        self._calls = Calls(self.link, order.shown is not None, order.refusals)
+        self._identification = order.identification
+        self._calls = RelayCalls(self.link, order.identification is not None, order.refusals)
         server = grpc.aio.server(options=http2.options(order.bounds, shared=True))
         server.add_generic_rpc_handlers((self._calls,))
-        shown = None if order.shown is None else http2.credentials(self._current)
-        port = http2.bind(server, order.address, shown)
+        identification = None if order.identification is None else http2.credentials(self._current)
+        port = http2.bind(server, order.address, identification)
         if port:
             evictor = Evictor()
             evictor.watch(port, order.bounds, self._calls.busy)
@@ -278,8 +276,8 @@ class Relay:
         self._lost()
 
     def _current(self) -> http2.Identification:
-        assert self._shown is not None
-        return self._shown
+        assert self._identification is not None
+        return self._identification
 
     async def _stop(self, grace: float | None) -> None:
         if self._server is not None:
@@ -287,7 +285,7 @@ class Relay:
         self.link.send(Stopped())
 
     def _lost(self) -> None:
-        """At once: callers that are left see that their connection breaks, UNAVAILABLE, and may try again."""
+        """Ends at once: remaining callers find their connection broken, UNAVAILABLE, and may retry."""
         os._exit(0)
 
 
@@ -298,14 +296,13 @@ async def _run(fd: int) -> None:
 
 
 def _die_before_parent() -> None:
-    """Where memory runs out, the kernel takes what can be replaced: this process rather than the front."""
+    """Makes the kernel kill this process before the front where memory runs out: a relay can be replaced."""
     with contextlib.suppress(OSError, ValueError):
         own = Path("/proc/self/oom_score_adj")
         own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--log-level", required=True)

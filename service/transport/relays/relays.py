@@ -1,4 +1,4 @@
-"""The processes that share the data port: started, stopped like a server of gRPC, and started again where one dies."""
+"""Starts the processes that share the data port, stops them like a gRPC server, and restarts one that dies."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from service.transport.port.tls import Certificates
 from service.transport.relays.calls import RelayedCalls
 from service.transport.relays.frames import (
     Alive,
-    Came,
-    Gone,
-    Link,
+    CallEnded,
+    CallRefusal,
+    CallStarted,
     Listen,
     Listening,
     Message,
     Order,
-    Ping,
-    Refusal,
+    PingRelay,
+    RelayLink,
     Report,
-    Show,
     Stop,
     Stopped,
-    Taken,
     TurnedAway,
+    UseIdentification,
+    WriteAccepted,
 )
 from service.transport.relays.life import SignsOfLife
 
@@ -56,12 +56,10 @@ _log = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
-    """How the first process ended that was to listen. One line."""
+    """How the first listening process ended. One line."""
 
 
 class RelayCounts(NamedTuple):
-    """What is counted of them."""
-
     processes: Counter[str]  # `listening`, `deaths`
     refusals: Counter[str]  # calls, by reason
 
@@ -77,8 +75,6 @@ class RelayOptions:
 
 
 class _Relay:
-    """One process and the front's end of the socket to it."""
-
     def __init__(self, calls: RelayedCalls, options: RelayOptions, refusals: Counter[str]) -> None:
         self._calls = calls
         self._refusals = refusals
@@ -86,17 +82,17 @@ class _Relay:
         self._socket = ours
         with theirs:
             self.process = _launch(theirs.fileno(), options)
-        self._link: Link[Report] = Link(Report, self._receive, self._lost)
+        self._link: RelayLink[Report] = RelayLink(Report, self._receive, self._lost)
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._hang_timeout = options.hang_timeout
-        self._life = SignsOfLife(options.hang_timeout, lambda: self.send(Ping()))
+        self._life = SignsOfLife(options.hang_timeout, lambda: self.send(PingRelay()))
         self._watch: asyncio.Task[None] | None = None
         self._hung = False
         self.stopped = asyncio.Event()  # its server has, or it has gone itself
         self.lost = asyncio.Event()
 
     async def start(self, listen: Listen) -> int:
-        """The port that it listens on; 0 where it cannot, or has gone."""
+        """Returns the port that it listens on; 0 where it cannot, or has gone."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=self._socket)
         self.send(listen)
         try:
@@ -109,7 +105,7 @@ class _Relay:
         self._link.send(order)
 
     async def end(self) -> str:
-        """How it ended. Closes the socket, which asks it to."""
+        """Returns how it ended. Closes the socket, which asks it to end."""
         self._link.close()
         process = self.process
         if self._watch is not None:
@@ -137,9 +133,9 @@ class _Relay:
     def _receive(self, report: Report) -> None:
         self._life.heard()
         match report:
-            case Came():
+            case CallStarted():
                 self._calls.begin(report, self._link)
-            case Message() | Taken() | Gone():
+            case Message() | WriteAccepted() | CallEnded():
                 self._calls.on(report)
             case Listening(port=port) if self._port.done():  # `start` waits no longer
                 pass
@@ -162,7 +158,7 @@ class _Relay:
 
 
 class Relays:
-    """So many processes that listen on one address, as one server."""
+    """Runs several processes that listen on one address, as one server."""
 
     def __init__(
         self,
@@ -174,7 +170,7 @@ class Relays:
         counts: RelayCounts,
         reserved: Sequence[socket.socket],
     ) -> None:
-        """`handlers` has one for every method. `certificates`: what connections are shown; None: plaintext. `reserved`:
+        """`handlers` has one for every method. `certificates` identify us on connections; None: plaintext. `reserved`:
         bound to the address; closed in the end."""
         self._relays = relays
         self._address = address
@@ -189,11 +185,10 @@ class Relays:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of those that listen."""
         return tuple(relay.process.pid for relay in self._alive)
 
     async def start(self) -> None:
-        """All of them listen when this returns. Raises CannotListen."""
+        """Returns once all of them listen. Raises CannotListen."""
         if self._certificates is not None:
             loop = asyncio.get_running_loop()
             self._certificates.subscribe(partial(loop.call_soon_threadsafe, self._show))
@@ -201,7 +196,7 @@ class Relays:
         self._supervisors = [asyncio.create_task(self._supervise(relay), name="relay") for relay in relays]
 
     async def stop(self, grace: float | None) -> None:
-        """As grpc.aio.Server.stop, and may be called again with less grace."""
+        """Behaves as grpc.aio.Server.stop, and may be called again with less grace."""
         for supervisor in self._supervisors:
             supervisor.cancel()
         relays = tuple(self._alive)
@@ -215,18 +210,18 @@ class Relays:
             one.close()
 
     def _show(self) -> None:
-        """What is current now, to connections from now on."""
+        """Sends the current certificate to all relays, for new connections."""
         assert self._certificates is not None
         for relay in self._alive:
-            relay.send(Show(self._certificates.current()))
+            relay.send(UseIdentification(self._certificates.current()))
 
     async def _open(self) -> _Relay:
-        """A relay that listens. Raises CannotListen."""
+        """Opens a relay that listens. Raises CannotListen."""
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
-        shown = None if self._certificates is None else self._certificates.current()
+        identification = None if self._certificates is None else self._certificates.current()
         try:
             listens = await relay.start(
-                Listen(self._address, self._bounds, shown, self._relays.hang_timeout, self._hints)
+                Listen(self._address, self._bounds, identification, self._relays.hang_timeout, self._hints)
             )
         except BaseException:
             await relay.end()
@@ -238,7 +233,6 @@ class Relays:
         return relay
 
     async def _supervise(self, relay: _Relay) -> None:
-        """This one, and those that follow it."""
         while True:
             await relay.lost.wait()
             self._alive.remove(relay)
@@ -246,7 +240,7 @@ class Relays:
             relay = await self._follow(await relay.end())
 
     async def _follow(self, how: str) -> _Relay:
-        """Another relay, after one that ended so."""
+        """Replaces a relay that ended as `how` describes."""
         delay, most = _BACKOFF
         while True:
             self._counts.processes["deaths"] += 1
@@ -258,10 +252,11 @@ class Relays:
                 how, delay = str(error), min(2 * delay, most)
 
 
-def _turned_away(hint: float) -> Refusal:
-    """For who comes while the front is too far behind to be told of it; he may come back in `hint` seconds."""
+def _turned_away(hint: float) -> CallRefusal:
+    """Refusal of a call that arrives while the front is too far behind to hear of it; its caller may retry in `hint`
+    seconds."""
     failure = failure_of(Overloaded("too many calls wait", Reason.MESSAGES, hint), None)
-    return Refusal(failure.code.value[0], failure.message, list(failure.trailers))
+    return CallRefusal(failure.code.value[0], failure.message, list(failure.trailers))
 
 
 def _launch(fd: int, options: RelayOptions) -> subprocess.Popen[bytes]:

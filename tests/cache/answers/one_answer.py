@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from cache.answers.single_flight import SingleFlight
-from cache.api import AnswerEnding, AnswerPart, CacheKey, Generate, Kind
+from cache.api import AnswerEnding, AnswerPart, CacheKey, EntryKind, Generate
 
-KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
+KEY = CacheKey(EntryKind.RESPONSE, "ab" * 16, "0" * 64)
 TEXT = "the whole answer, word by word"
 END = AnswerEnding(reason="stop", prompt_tokens=3, completion_tokens=len(TEXT))
 

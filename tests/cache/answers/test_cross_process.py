@@ -13,12 +13,12 @@ from cache.answers.codec import pack_part
 from cache.answers.cross_process import INDEX, CrossProcess
 from cache.answers.lease import Lease, Leases
 from cache.answers.single_flight import SingleFlight
-from cache.api import CacheKey, Kind, RedisSettings, SingleFlightSettings, StoreFault
+from cache.api import CacheKey, EntryKind, RedisSettings, SingleFlightSettings, StoreFault
 from cache.open.counters import Counters
 from cache.seal.envelope import Envelope
 from cache.seal.keyring import Keyring
-from cache.store.redis_link import Link
-from cache.store.redis_open import RedisServer
+from cache.store.redis_link import RedisLink
+from cache.store.redis_open import RedisEndpoint
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask, read, spelled
 
 QUICK = SingleFlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
@@ -35,14 +35,14 @@ Make = Callable[..., CrossProcess]
 
 @pytest.fixture
 async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -> AsyncIterator[Make]:
-    links: list[Link] = []
+    links: list[RedisLink] = []
     made: list[CrossProcess] = []
 
     def make(
         url: str = redis_server.url, settings: SingleFlightSettings = QUICK, budget: float = 20.0, most: int = 1 << 20
     ) -> CrossProcess:
-        server = RedisServer(RedisSettings(url=url))
-        pair = (Link(server, budget, "small", counters), Link(server, budget, "flight", counters))
+        server = RedisEndpoint(RedisSettings(url=url))
+        pair = (RedisLink(server, budget, "small", counters), RedisLink(server, budget, "flight", counters))
         links.extend(pair)
         made.append(CrossProcess(Leases(*pair, settings), Envelope(keyring, most, counters), settings, counters))
         return made[-1]
@@ -132,8 +132,8 @@ async def test_a_lease_whose_answer_came_too_late_is_given_back(
 ) -> None:
     """Else whoever asks the same would wait for a leader that there is not, until the lease has run out."""
     proxy = await make_proxy(redis_server.port)
-    server = RedisServer(RedisSettings(url=proxy.url))
-    hasty, patient = Link(server, 0.05, "small", counters), Link(server, 5.0, "flight", counters)
+    server = RedisEndpoint(RedisSettings(url=proxy.url))
+    hasty, patient = RedisLink(server, 0.05, "small", counters), RedisLink(server, 5.0, "flight", counters)
     leases = Leases(hasty, patient, LONG)
     connected = 0
     while connected < 2:
@@ -216,7 +216,7 @@ class Late(Leases):
         self.held = True
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        return Lease(CacheKey(Kind.LEASE, answer.partition, answer.digest), "a" * 32), False
+        return Lease(CacheKey(EntryKind.LEASE, answer.partition, answer.digest), "a" * 32), False
 
     async def holds(self, lease: Lease) -> bool:
         self.held = False

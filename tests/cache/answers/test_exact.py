@@ -19,7 +19,7 @@ from cache.api import (
     CachedCompletion,
     CacheKey,
     DirectoryPage,
-    Kind,
+    EntryKind,
     ModelIdentity,
     Question,
     ResponseSettings,
@@ -212,8 +212,8 @@ async def test_one_entry_can_be_deleted(replica: Replica, store: Store, keyring:
     epoch = replica.epochs.known("acme")
     assert epoch is not None
     partition = Partitions(keyring, MODEL).of("acme", epoch)
-    assert [key.digest async for key in store.scan(Kind.RESPONSE, partition)] == [found.entry_id]
-    assert await store.delete_many([CacheKey(Kind.RESPONSE, partition, found.entry_id)]) == 1
+    assert [key.digest async for key in store.scan(EntryKind.RESPONSE, partition)] == [found.entry_id]
+    assert await store.delete_many([CacheKey(EntryKind.RESPONSE, partition, found.entry_id)]) == 1
     assert await replica.get(QUESTION) is None
 
 

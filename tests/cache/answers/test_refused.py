@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.answers.single_flight import SingleFlight
-from cache.api import BEGUN, AnswerPart, Generate, Refused
+from cache.api import BEGUN, AnswerPart, Generate, LeaderRefused
 from cache.open.counters import Counters
 from tests.cache.answers.one_answer import KEY, TEXT, Letters, Model, ask, read
 from tests.cache.answers.test_cross_process import LONG, Make, make_shared, until
@@ -31,7 +31,7 @@ class Refusing:
 
     async def next(self) -> AnswerPart:
         await asyncio.sleep(0)
-        raise Refused(NoPlaceError(self._number))
+        raise LeaderRefused(NoPlaceError(self._number))
 
     def close(self) -> None:
         pass
@@ -66,7 +66,7 @@ async def told(flights: SingleFlight, generate: Generate) -> str:
     """The answer, or why there is none."""
     try:
         return await ask(flights, generate)
-    except Refused as refused:
+    except LeaderRefused as refused:
         return repr(refused.reason)
 
 

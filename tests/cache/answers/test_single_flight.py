@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from cache.answers.resume import Skipper, resume
 from cache.answers.single_flight import SingleFlight
-from cache.api import AnswerPart, CacheKey, Diverged, Generation, Kind, Unfinished
+from cache.api import AnswerPart, CacheKey, Diverged, EntryKind, Generation, Unfinished
 from cache.open.counters import Counters
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask
 from tests.cache.waiting import until
@@ -51,7 +51,7 @@ async def test_a_generation_waits_for_its_furthest_reader_and_for_no_other(fligh
     async with flights.join(KEY, lambda: source) as slow, asyncio.timeout(60):
         assert (await anext(slow)).text == "x"
         await asyncio.sleep(0.1)
-        assert source.made == 1  # nobody reads on, so nobody generates on
+        assert source.made == 1  # nobody reads on, so no request generates on
         async with flights.join(KEY, lambda: source) as fast:
             assert len([part async for part in fast]) == 300
         assert len([part async for part in slow]) == 299
@@ -88,7 +88,7 @@ async def test_a_hundred_at_once_are_one_generation(flights: SingleFlight) -> No
 
 async def test_other_questions_fly_apart(flights: SingleFlight) -> None:
     one, two = Model(), Model()
-    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    other = CacheKey(EntryKind.RESPONSE, "cd" * 16, "0" * 64)
     await asyncio.gather(ask(flights, one.generate), ask(flights, two.generate, other))
     assert (one.started, two.started) == (1, 1)
 
@@ -204,7 +204,7 @@ async def test_who_comes_when_the_last_has_just_left_gets_a_generation_of_its_ow
 
 async def test_a_flush_forgets_what_is_over_and_nothing_on_its_way(flights: SingleFlight, counters: Counters) -> None:
     done, under_way = Model(pause=0), Model(pause=0)
-    other = CacheKey(Kind.RESPONSE, "cd" * 16, "0" * 64)
+    other = CacheKey(EntryKind.RESPONSE, "cd" * 16, "0" * 64)
     await ask(flights, done.generate)
     async with flights.join(other, under_way.generate) as parts:
         assert (await anext(parts)).text

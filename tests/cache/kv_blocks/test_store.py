@@ -35,7 +35,7 @@ from cache.kv_blocks.store import RedisBlocks
 from cache.open.blocks import open_blocks
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
-from cache.store.redis_replies import Shape
+from cache.store.redis_replies import ReplyBounds
 from tests.cache.hostile import ENDLESS, Reply, answering
 
 LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_bytes=2, page_size=16)
@@ -353,7 +353,7 @@ def test_what_was_not_asked_for_is_never_taken_in(
 def test_a_short_answer_is_short(name: str) -> None:
     with answering(ENDLESS[name]) as hostile:
         link = RespConnection(Address("127.0.0.1", hostile.port), None, time.monotonic() + 60)
-        for shape in (Shape(), Shape(100, 10_000)):
+        for shape in (ReplyBounds(), ReplyBounds(100, 10_000)):
             with pytest.raises(RespError), closing(link):
                 link.command(b"GET", b"x", deadline=time.monotonic() + 60, shape=shape)
             link = RespConnection(Address("127.0.0.1", hostile.port), None, time.monotonic() + 60)

@@ -17,13 +17,13 @@ from cache.api import (
     AnswerPart,
     CachedCompletion,
     CacheSettings,
-    Kind,
+    EntryKind,
     Mode,
     ModelIdentity,
     Question,
     RedisSettings,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
     Verdict,
 )
 from cache.open.caches import Caches, open_caches
@@ -148,11 +148,11 @@ async def test_flushing(make: Make) -> None:
     await written(here)
     found = await there.responses.get(QUESTION, there.allowance())
     assert found is not None
-    assert await there.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC), found.entry_id) == 1
+    assert await there.flush("acme", (EntryKind.RESPONSE, EntryKind.SEMANTIC), found.entry_id) == 1
     assert await here.responses.get(QUESTION, here.allowance()) is None
     assert await here.responses.get(other, here.allowance()) is not None
-    assert await there.flush("nobody", (Kind.RESPONSE,)) == 0
-    assert await there.flush("acme", (Kind.RESPONSE,)) == 1
+    assert await there.flush("nobody", (EntryKind.RESPONSE,)) == 0
+    assert await there.flush("acme", (EntryKind.RESPONSE,)) == 1
     await here.responses.put(other, completion())
     await there.flush_tenant("acme")
     assert await here.responses.get(other, here.allowance()) is None
@@ -163,11 +163,11 @@ async def test_a_flushed_answer_cannot_be_joined_any_more(make: Make) -> None:
     here, there = make(), make()
     await ask(here, engine)
     await written(here)
-    assert await here.flush("acme", (Kind.RESPONSE,)) == 1
+    assert await here.flush("acme", (EntryKind.RESPONSE,)) == 1
     await ask(here, engine)
     assert engine.runs == 2
     await written(here)
-    assert await here.flush("acme", (Kind.RESPONSE,)) == 1
+    assert await here.flush("acme", (EntryKind.RESPONSE,)) == 1
     await ask(there, engine)
     assert engine.runs == 3
 
@@ -186,14 +186,14 @@ async def test_the_real_embedder_from_end_to_end(make: Make) -> None:
     assert await caches.loaded()
     semantic = caches.semantic
     assert semantic is not None
-    what = Turn(question=QUESTION, context=b"", text=TEXT, greedy=True)
+    what = SemanticTurn(question=QUESTION, context=b"", text=TEXT, greedy=True)
     assert await semantic.put(what, completion())
     await written(caches)
     found = await semantic.lookup(replace(what, text="how do i cook rice"), caches.allowance())
     assert found.verdict is Verdict.STRICT
     assert found.served is not None
     assert found.served.text == "ab"
-    assert await caches.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC), found.served.entry_id) == 1
+    assert await caches.flush("acme", (EntryKind.RESPONSE, EntryKind.SEMANTIC), found.served.entry_id) == 1
     assert (await semantic.lookup(what, caches.allowance())).served is None
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache.answers.codec import pack_completion, pack_part, unpack_completion, unpack_part
-from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, InvalidKeyFile, Kind
+from cache.api import AnswerEnding, AnswerPart, CachedCompletion, CacheKey, EntryKind, InvalidKeyFile
 from cache.open.counters import Counters
 from cache.seal.envelope import OVERHEAD, Envelope
 from cache.seal.keyring import Keyring, open_keyring
 from tests.properties import example_count
 
-KEY = CacheKey(Kind.RESPONSE, "ab" * 16, "0" * 64)
+KEY = CacheKey(EntryKind.RESPONSE, "ab" * 16, "0" * 64)
 OTHER = replace(KEY, digest="1" * 64)
 
 
@@ -81,7 +81,7 @@ def test_a_value_under_another_name_does_not_open(keyring: Keyring, counters: Co
     envelope = Envelope(keyring, 1000, counters)
     sealed = envelope.seal(KEY, b"value")
     assert sealed is not None
-    for other in (OTHER, replace(KEY, partition="cd" * 16), replace(KEY, kind=Kind.SEMANTIC)):
+    for other in (OTHER, replace(KEY, partition="cd" * 16), replace(KEY, kind=EntryKind.SEMANTIC)):
         assert envelope.open(other, sealed) is None
     assert rejected(counters) == {"forged": 3}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cache.api import Allowance, CacheKey, CacheSettings, Kind, ModelIdentity, Store, StoreFault
+from cache.api import Allowance, CacheKey, CacheSettings, EntryKind, ModelIdentity, Store, StoreFault
 from cache.open.caches import open_caches
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
@@ -93,7 +93,7 @@ async def test_a_flush_of_prefixes_changes_their_partition_alone() -> None:
 
     mine, theirs = await partition("acme"), await partition("bravo")
     assert mine != theirs
-    assert await caches.flush("acme", (Kind.BLOCK,)) == 0
+    assert await caches.flush("acme", (EntryKind.BLOCK,)) == 0
     flushed = await partition("acme")
     assert flushed not in (mine, None)
     await caches.flush_tenant("acme")

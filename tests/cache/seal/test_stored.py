@@ -21,21 +21,21 @@ from cache.answers.exact import ExactCache
 from cache.answers.lease import Lease
 from cache.api import (
     Allowance,
+    AnswerCandidate,
     AnswerEnding,
     AnswerPart,
     BlockLayout,
     BlockRun,
     CachedCompletion,
     CacheKey,
-    Candidate,
-    Kind,
+    EntryKind,
     Mode,
     ModelIdentity,
     Question,
     ResponseSettings,
     SemanticLookup,
     SemanticSettings,
-    Turn,
+    SemanticTurn,
     Verdict,
 )
 from cache.kv_blocks.codec import RunCodec
@@ -64,7 +64,7 @@ QUESTION = Question(
     max_tokens=9,
     deterministic=True,
 )
-TURN = Turn(
+TURN = SemanticTurn(
     question=QUESTION,
     context=("chat", (("system", "Be brief."), ("user", "Hi"))),
     text="How do I reset my password?",
@@ -140,7 +140,7 @@ def recorded(context: CacheContext) -> Recorder:
 
 def key_of(name: str) -> CacheKey:
     kind, partition, digest = name.split(":")
-    return CacheKey(Kind(kind), partition, digest)
+    return CacheKey(EntryKind(kind), partition, digest)
 
 
 async def test_exact_answers(context: CacheContext) -> None:
@@ -156,7 +156,7 @@ async def test_similar_questions_and_their_evidence(context: CacheContext) -> No
     assert await cache.put(TURN, answer("stop"))
     assert recorded(context).offered == STORED["offered"][3:]
     entry = key_of(STORED["offered"][3][0])
-    near = Candidate(entry=entry, text=NEAR, similarity=0.93, strict=False, completion=answer("stop"))
+    near = AnswerCandidate(entry=entry, text=NEAR, similarity=0.93, strict=False, completion=answer("stop"))
     wrong = replace(answer("stop"), parts=(AnswerPart((9,), "no", answer("stop").ending),))
     for strict in (False, True):
         found = SemanticLookup(verdict=Verdict.LEARNED, candidate=replace(near, strict=strict))
@@ -173,7 +173,7 @@ def test_epochs(context: CacheContext) -> None:
 
 def test_leases_and_the_streams_of_their_holders(context: CacheContext) -> None:
     key = ExactCache(context, ResponseSettings()).key(QUESTION, EPOCH, 9)
-    lease = Lease(CacheKey(Kind.LEASE, key.partition, key.digest), "ab" * 16)
+    lease = Lease(CacheKey(EntryKind.LEASE, key.partition, key.digest), "ab" * 16)
     assert (lease.key.name, lease.stream.name) == (STORED["lease"], STORED["stream"])
     assert streamed(context, lease, answer("stop").parts) == STORED["items"]
 

@@ -21,13 +21,13 @@ from cache.api import (
     AnswerPart,
     CachedCompletion,
     CacheKey,
-    Kind,
+    EntryKind,
     Mode,
     ModelIdentity,
     Question,
     SemanticSettings,
+    SemanticTurn,
     Store,
-    Turn,
     Verdict,
 )
 from cache.open.counters import Counters
@@ -66,7 +66,7 @@ class WordEmbedder:
         return (total / max(float(np.linalg.norm(total)), 1e-6)).astype(np.float32)
 
 
-def turn(text: str, **changes: Any) -> Turn:
+def turn(text: str, **changes: Any) -> SemanticTurn:
     """`changes` are of the question where it has such a field, else of the turn."""
     question = Question(
         tenant="acme",
@@ -77,7 +77,9 @@ def turn(text: str, **changes: Any) -> Turn:
     )
     of_question = {name: value for name, value in changes.items() if name in Question.__slots__}
     rest = {name: value for name, value in changes.items() if name not in of_question}
-    return Turn(**{"question": replace(question, **of_question), "context": b"c", "text": text, "greedy": True, **rest})
+    return SemanticTurn(
+        **{"question": replace(question, **of_question), "context": b"c", "text": text, "greedy": True, **rest}
+    )
 
 
 def answer(text: str = "42", reason: str = "stop") -> CachedCompletion:
@@ -113,13 +115,13 @@ class Replica:
         context = CacheContext(store, partitions, self.epochs, Envelope(keyring, 1 << 20, counters), counters)
         self.cache = SimilarCache(context, embedder or WordEmbedder(), settings, chance=random.Random(1), clock=CLOCK)
 
-    async def put(self, what: Turn, completion: CachedCompletion | None = None) -> bool:
+    async def put(self, what: SemanticTurn, completion: CachedCompletion | None = None) -> bool:
         kept = await self.cache.put(what, completion or answer())
         if isinstance(self.store, RedisStore):
             await self.store.drained()
         return kept
 
-    async def look(self, what: Turn) -> Any:
+    async def look(self, what: SemanticTurn) -> Any:
         return await self.cache.lookup(what, Allowance(5.0))
 
 
@@ -234,7 +236,7 @@ async def test_only_the_last_turn_is_fuzzy(make: Make, change: dict[str, Any]) -
         (turn("what is the weather today"), "fleeting"),
     ],
 )
-async def test_what_is_not_eligible(make: Make, counters: Counters, what: Turn, reason: str) -> None:
+async def test_what_is_not_eligible(make: Make, counters: Counters, what: SemanticTurn, reason: str) -> None:
     replica = make()
     assert not await replica.put(what)
     assert (await replica.look(what)).verdict is Verdict.SKIPPED
@@ -310,7 +312,7 @@ async def test_a_lost_directory_or_database_is_followed_anew(
     epoch = here.epochs.known("acme")
     assert epoch is not None
     partition = Partitions(keyring, MODEL).of("acme", epoch)
-    for kind in (Kind.SEMANTIC, Kind.DIRECTORY):
+    for kind in (EntryKind.SEMANTIC, EntryKind.DIRECTORY):
         await store.delete_many([key async for key in store.scan(kind, partition)])
     for replica in (here, there):
         assert (await replica.look(turn(SELL))).served is None
@@ -450,7 +452,7 @@ async def test_callers_without_a_name_learn_nothing(make: Make, store: Store, co
 
 async def evidence_of(replica: Replica, store: Store) -> list[CacheKey]:
     partition = replica.cache._context.partitions.of("acme", replica.epochs.known("acme") or b"")
-    found = [key async for key in store.scan(Kind.EVIDENCE, partition)]
+    found = [key async for key in store.scan(EntryKind.EVIDENCE, partition)]
     return [key for key in found if len(key.digest) == 2 * DIRECTORY_DIGITS]  # and not those of a tenant's day
 
 
@@ -599,7 +601,9 @@ async def test_what_is_given_up_before_its_turn_is_never_done(slow: tuple[Simila
         turn("What is the weather like today?"),
     ],
 )
-async def test_nothing_is_begun_for_what_is_not_eligible(slow: tuple[SimilarCache, SlowEmbedder], what: Turn) -> None:
+async def test_nothing_is_begun_for_what_is_not_eligible(
+    slow: tuple[SimilarCache, SlowEmbedder], what: SemanticTurn
+) -> None:
     cache, embedder = slow
     embedder.may.set()
     cache.begin(what)()

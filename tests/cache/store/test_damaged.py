@@ -20,7 +20,7 @@ from cache.api import (
     AnswerPart,
     BreakerState,
     CacheSettings,
-    Kind,
+    EntryKind,
     Mode,
     RedisSettings,
     SemanticSettings,
@@ -164,9 +164,9 @@ async def test_each_kind_of_entry_as_every_type_and_cut_short(
         await one.fill()
         names = sorted(redis.keys("*"))
         kinds = {name.split(b":")[0].decode() for name in names}
-        assert kinds == {kind.value for kind in Kind} - {
-            Kind.BLOCK.value,
-            Kind.QUOTA.value,
+        assert kinds == {kind.value for kind in EntryKind} - {
+            EntryKind.BLOCK.value,
+            EntryKind.QUOTA.value,
         }  # which have tests of their own
         whole = {name: redis.dump(name) for name in names}
         for name in names:
@@ -245,7 +245,7 @@ async def test_names_that_are_none_of_ours_are_left_out_of_a_flush(
         (entry,) = redis.keys("r:*")
         for odd in (b"zz", b"", b"\xff\xfe", b"0" * 300):
             redis.set(entry.rpartition(b":")[0] + b":" + odd, b"x")
-        assert await one.caches.flush("acme", (Kind.RESPONSE, Kind.SEMANTIC)) == 2
+        assert await one.caches.flush("acme", (EntryKind.RESPONSE, EntryKind.SEMANTIC)) == 2
 
 
 REPLIES = (
@@ -305,6 +305,6 @@ async def test_replies_that_are_none_are_faults(reply: bytes, keys: Path) -> Non
         for _ in range(2):
             assert await one.use() == ["42", None, None, None]
         with suppress(StoreFault):
-            await one.caches.flush("acme", (Kind.RESPONSE,))
+            await one.caches.flush("acme", (EntryKind.RESPONSE,))
         assert one.trouble() > 0
         assert one.generated > 0

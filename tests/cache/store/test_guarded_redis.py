@@ -23,7 +23,7 @@ from cache.api import (
     BlockSettings,
     BucketSize,
     CacheKey,
-    Kind,
+    EntryKind,
     RedisSettings,
     SingleFlightSettings,
     StoreFault,
@@ -32,7 +32,7 @@ from cache.kv_blocks.store import RedisBlocks
 from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
 from cache.store.redis_buckets import RedisBuckets
-from cache.store.redis_link import Link
+from cache.store.redis_link import RedisLink
 from cache.store.redis_store import RedisStore
 from cache.store.redis_tls import TlsFiles
 from tests.cache.waiting import until
@@ -43,7 +43,7 @@ LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_b
 ROOMY = {"budget": 2.0, "write_budget": 2.0}
 
 
-def key(number: int, kind: Kind = Kind.RESPONSE) -> CacheKey:
+def key(number: int, kind: EntryKind = EntryKind.RESPONSE) -> CacheKey:
     return CacheKey(kind, PARTITION, f"{number:064x}")
 
 
@@ -75,17 +75,17 @@ async def everything(store: RedisStore, settings: RedisSettings, counters: Count
     """Every command that the front ever sends."""
     await store.set(key(1), b"one", 60)
     assert await store.get_many([key(1), key(2)]) == (b"one", None)
-    assert await store.set_if_absent(key(3, Kind.EPOCH), b"epoch", 60) == b"epoch"
-    assert await store.swap(key(4, Kind.EVIDENCE), None, b"seen", 60)
+    assert await store.set_if_absent(key(3, EntryKind.EPOCH), b"epoch", 60) == b"epoch"
+    assert await store.swap(key(4, EntryKind.EVIDENCE), None, b"seen", 60)
     for number in range(3):
-        store.offer(key(10 + number, Kind.SEMANTIC), b"x", 60, key(5, Kind.DIRECTORY))
+        store.offer(key(10 + number, EntryKind.SEMANTIC), b"x", 60, key(5, EntryKind.DIRECTORY))
     await store.drained()
-    assert (await store.members(key(5, Kind.DIRECTORY), 0.0, 10)).total == 3
+    assert (await store.members(key(5, EntryKind.DIRECTORY), 0.0, 10)).total == 3
     buckets = RedisBuckets(settings, b"", counters)
     assert (await buckets.settle("a", BucketSize(1.0, 9.0), 0, 5)).tokens == 5
     await buckets.aclose()
-    assert [one async for one in store.scan(Kind.RESPONSE, PARTITION)] == [key(1)]
-    patient = Link(store.server, settings.write_budget, "flight", counters)
+    assert [one async for one in store.scan(EntryKind.RESPONSE, PARTITION)] == [key(1)]
+    patient = RedisLink(store.server, settings.write_budget, "flight", counters)
     leases = Leases(store.link, patient, SingleFlightSettings())
     lease, taken = await leases.take(key(6))
     assert taken
@@ -114,8 +114,8 @@ def kept(blocks: RedisBlocks, number: int) -> bool:
 async def answered(store: RedisStore) -> bool:
     """Whether it can be written and read."""
     with contextlib.suppress(StoreFault):
-        await store.set(key(9, Kind.LEASE), b"x", 60)
-        return await store.get_many([key(9, Kind.LEASE)]) == (b"x",)
+        await store.set(key(9, EntryKind.LEASE), b"x", 60)
+        return await store.get_many([key(9, EntryKind.LEASE)]) == (b"x",)
     return False
 
 
@@ -312,6 +312,6 @@ def test_addresses_are_read_as_they_are_written() -> None:
     assert (where.tls, tuple(where.address), where.database) == (True, ("::1", 7), 3)
     assert (where.login.user, where.login.password) == ("me", "a/b")
     assert RedisSettings(url="redis://MyMaster").where.address == ("MyMaster", 6379)
-    watched = RedisSettings(url="redis://m", sentinels="who@A:1, [::2]:3,b").watched
-    assert watched is not None
-    assert (watched.user, watched.addresses) == ("who", (("A", 1), ("::2", 3), ("b", 26379)))
+    sentinel_servers = RedisSettings(url="redis://m", sentinels="who@A:1, [::2]:3,b").sentinel_servers
+    assert sentinel_servers is not None
+    assert (sentinel_servers.user, sentinel_servers.addresses) == ("who", (("A", 1), ("::2", 3), ("b", 26379)))

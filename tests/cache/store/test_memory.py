@@ -8,7 +8,7 @@ from collections import OrderedDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache.api import CacheKey, Kind
+from cache.api import CacheKey, EntryKind
 from cache.store.memory import OVERHEAD, MemoryStore
 from tests.properties import example_count
 
@@ -16,7 +16,7 @@ BOUND = 3000  # four entries, or fewer: something goes in almost every example
 
 
 def key(number: int) -> CacheKey:
-    return CacheKey(Kind.RESPONSE, "ab" * 16, f"{number:064x}")
+    return CacheKey(EntryKind.RESPONSE, "ab" * 16, f"{number:064x}")
 
 
 def cost(value: bytes) -> int:
@@ -91,7 +91,7 @@ async def test_what_was_read_last_goes_last() -> None:
 
 async def test_a_directory_is_bounded_and_forgets_its_oldest() -> None:
     store = MemoryStore(1 << 20, members=3)
-    directory = CacheKey(Kind.DIRECTORY, "ab" * 16, "0" * 64)
+    directory = CacheKey(EntryKind.DIRECTORY, "ab" * 16, "0" * 64)
     for number in range(5):
         store.offer(key(number), b"", 60, directory)
     page = await store.members(directory, 0.0, 100)
@@ -111,7 +111,7 @@ async def test_a_bound_of_nothing_keeps_nothing() -> None:
 
 async def test_directories_and_counters_count_as_bytes() -> None:
     store = MemoryStore(100_000)
-    directory = CacheKey(Kind.DIRECTORY, "ab" * 16, "0" * 64)
+    directory = CacheKey(EntryKind.DIRECTORY, "ab" * 16, "0" * 64)
     before = store.held
     for number in range(50):
         store.offer(key(number), b"", 60, directory)

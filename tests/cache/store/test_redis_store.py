@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cache.api import BreakerSettings, BreakerState, CacheKey, Kind, RedisSettings, StoreFault
+from cache.api import BreakerSettings, BreakerState, CacheKey, EntryKind, RedisSettings, StoreFault
 from cache.open.counters import Counters
 from cache.store.redis_store import RedisStore
 from tests.cache.waiting import plain_wait, until
@@ -27,7 +27,7 @@ QUICK = BreakerSettings(cooldown=0.2)
 
 
 def key(number: int) -> CacheKey:
-    return CacheKey(Kind.RESPONSE, PARTITION, f"{number:064x}")
+    return CacheKey(EntryKind.RESPONSE, PARTITION, f"{number:064x}")
 
 
 Open = Callable[..., RedisStore]

@@ -20,7 +20,7 @@ from cache.api import (
     BreakerState,
     BucketSize,
     CacheKey,
-    Kind,
+    EntryKind,
     RedisSettings,
     SingleFlightSettings,
     StoreFault,
@@ -28,7 +28,7 @@ from cache.api import (
 from cache.open.counters import Counters
 from cache.store import redis_parser
 from cache.store.redis_buckets import RedisBuckets
-from cache.store.redis_link import Link
+from cache.store.redis_link import RedisLink
 from cache.store.redis_open import READ_SIZE
 from cache.store.redis_parser import AT_ONCE
 from cache.store.redis_replies import (
@@ -36,17 +36,17 @@ from cache.store.redis_replies import (
     HEADER,
     LINE,
     ErrorReply,
-    Progress,
+    ReplyBounds,
+    ReplyProgress,
     ReplyReader,
     ReplyRefusedError,
-    Shape,
 )
 from cache.store.redis_store import RedisStore
 from tests.cache.hostile import ENDLESS, GREETING, Reply, answering, chunk
 from tests.cache.store.test_damaged import front
 
 PARTITION = "ab" * 16
-KEYS = [CacheKey(Kind.RESPONSE, PARTITION, f"{number:064x}") for number in range(10)]
+KEYS = [CacheKey(EntryKind.RESPONSE, PARTITION, f"{number:064x}") for number in range(10)]
 STREAM = 1 << 19  # bytes that asyncio's stream reader holds: twice its limit and one read of the socket
 VALUE = RedisSettings(url="redis://x").largest
 NEVER = BreakerSettings(failures=1000)
@@ -85,7 +85,7 @@ def cuts(data: bytes, places: list[int]) -> list[bytes]:
     return [data[begin:end] for begin, end in pairwise(ends)]
 
 
-def read(reader: ReplyReader, pieces: list[bytes], shape: Shape, most: int = 3) -> object:
+def read(reader: ReplyReader, pieces: list[bytes], shape: ReplyBounds, most: int = 3) -> object:
     """The reply that is in these pieces. No step takes apart more than it may."""
     reader.begin(shape)
     waiting = iter(pieces)
@@ -93,11 +93,11 @@ def read(reader: ReplyReader, pieces: list[bytes], shape: Shape, most: int = 3) 
         before = reader.elements
         progress = reader.advance(most)
         assert reader.elements - before <= most
-        if progress is Progress.WHOLE:
+        if progress is ReplyProgress.WHOLE:
             for piece in waiting:
                 reader.feed(piece)
             return reader.reply
-        if progress is Progress.HUNGRY:
+        if progress is ReplyProgress.HUNGRY:
             reader.feed(next(waiting))
 
 
@@ -106,7 +106,7 @@ def test_what_is_sent_is_read_however_it_is_cut(replies: list[object], places: l
     reader = ReplyReader()
     for reply in replies:
         data = spelled(reply)
-        assert read(reader, cuts(data, places), Shape(200, max(HEADER, len(data)))) == reply
+        assert read(reader, cuts(data, places), ReplyBounds(200, max(HEADER, len(data)))) == reply
         assert reader.buffered == 0
 
 
@@ -118,25 +118,25 @@ def test_what_is_sent_is_read_however_it_is_cut(replies: list[object], places: l
 def test_any_bytes_are_a_reply_or_refused_or_not_all_there(data: bytes) -> None:
     reader = ReplyReader()
     with suppress(ReplyRefusedError, StopIteration):
-        read(reader, [data], Shape(20, 200))
+        read(reader, [data], ReplyBounds(20, 200))
     assert reader.elements <= 21
 
 
 @pytest.mark.parametrize(
     ("data", "shape"),
     [
-        (b"*4\r\n:1\r\n:2\r\n:3\r\n:4\r\n", Shape(4)),
-        (b"$100\r\n" + b"x" * 100 + b"\r\n", Shape(1, 107)),
-        (b"*1\r\n" * DEPTH + b":1\r\n", Shape(DEPTH, 1000)),
-        (b"+" + b"x" * (LINE - 3) + b"\r\n", Shape(1, LINE - 1)),
-        (b":" + b"1" * (HEADER - 3) + b"\r\n", Shape(1, HEADER - 1)),
+        (b"*4\r\n:1\r\n:2\r\n:3\r\n:4\r\n", ReplyBounds(4)),
+        (b"$100\r\n" + b"x" * 100 + b"\r\n", ReplyBounds(1, 107)),
+        (b"*1\r\n" * DEPTH + b":1\r\n", ReplyBounds(DEPTH, 1000)),
+        (b"+" + b"x" * (LINE - 3) + b"\r\n", ReplyBounds(1, LINE - 1)),
+        (b":" + b"1" * (HEADER - 3) + b"\r\n", ReplyBounds(1, HEADER - 1)),
     ],
 )
-def test_one_more_than_was_asked_for_is_refused(data: bytes, shape: Shape) -> None:
+def test_one_more_than_was_asked_for_is_refused(data: bytes, shape: ReplyBounds) -> None:
     """One element, byte or list less, and it is read."""
     with pytest.raises(ReplyRefusedError):
         read(ReplyReader(), [data if b"*1" not in data else b"*1\r\n" + data], shape)
-    assert read(ReplyReader(), [data], Shape(shape.elements + 1, shape.size + 1)) is not None
+    assert read(ReplyReader(), [data], ReplyBounds(shape.elements + 1, shape.size + 1)) is not None
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_one_more_than_was_asked_for_is_refused(data: bytes, shape: Shape) -> No
 )
 def test_what_is_no_reply_is_refused(data: bytes) -> None:
     with pytest.raises(ReplyRefusedError):
-        read(ReplyReader(), [data], Shape(9, 99))
+        read(ReplyReader(), [data], ReplyBounds(9, 99))
 
 
 class Counted(ReplyReader):
@@ -157,7 +157,7 @@ class Counted(ReplyReader):
         super().feed(data)
         Counted.most_held = max(Counted.most_held, self.buffered)
 
-    def advance(self, most: int) -> Progress:
+    def advance(self, most: int) -> ReplyProgress:
         before = self.elements
         try:
             return super().advance(most)
@@ -176,7 +176,7 @@ Ask = Callable[[RedisStore], Awaitable[Any]]
 
 
 async def scanned(store: RedisStore) -> list[CacheKey]:
-    return [key async for key in store.scan(Kind.RESPONSE, PARTITION)]
+    return [key async for key in store.scan(EntryKind.RESPONSE, PARTITION)]
 
 
 async def settled(store: RedisStore) -> Any:
@@ -188,7 +188,7 @@ async def settled(store: RedisStore) -> Any:
 
 
 async def followed(store: RedisStore) -> Any:
-    patient = Link(store.server, 0.2, "flight", Counters())
+    patient = RedisLink(store.server, 0.2, "flight", Counters())
     lease = Lease(KEYS[0], "0" * 32)
     try:
         return await Leases(store.link, patient, SingleFlightSettings()).read(lease, "0", 0.01)
@@ -319,4 +319,4 @@ async def test_no_request_fails_for_it(reply: Reply, tmp_path: Path) -> None:
 
 
 def test_a_redis_greets_as_the_hostile_one_does() -> None:
-    assert read(ReplyReader(), [GREETING], Shape(9, 200)) == [b"mode", b"standalone", b"role", b"master"]
+    assert read(ReplyReader(), [GREETING], ReplyBounds(9, 200)) == [b"mode", b"standalone", b"role", b"master"]

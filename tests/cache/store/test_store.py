@@ -6,14 +6,14 @@ import asyncio
 
 import pytest
 
-from cache.api import CacheKey, DirectoryPage, Kind, Store
+from cache.api import CacheKey, DirectoryPage, EntryKind, Store
 from cache.store.redis_store import RedisStore
 from tests.cache.waiting import until
 
 PARTITION = "ab" * 16
 
 
-def key(number: int, kind: Kind = Kind.RESPONSE, partition: str = PARTITION) -> CacheKey:
+def key(number: int, kind: EntryKind = EntryKind.RESPONSE, partition: str = PARTITION) -> CacheKey:
     return CacheKey(kind, partition, f"{number:064x}")
 
 
@@ -43,7 +43,7 @@ async def test_set_replaces(store: Store) -> None:
 
 async def test_kinds_and_partitions_are_apart(store: Store) -> None:
     await store.set(key(1), b"mine", 60)
-    others = [key(1, Kind.SEMANTIC), key(1, partition="cd" * 16)]
+    others = [key(1, EntryKind.SEMANTIC), key(1, partition="cd" * 16)]
     assert await store.get_many(others) == (None, None)
 
 
@@ -56,7 +56,7 @@ async def test_expires(store: Store) -> None:
 
     await until(expired)
     assert await store.get_many([key(1), key(2)]) == (None, b"long")
-    assert [found.digest async for found in store.scan(Kind.RESPONSE, PARTITION)] == [key(2).digest]
+    assert [found.digest async for found in store.scan(EntryKind.RESPONSE, PARTITION)] == [key(2).digest]
 
 
 async def test_the_first_one_stands(store: Store) -> None:
@@ -90,18 +90,18 @@ async def test_scan_finds_all_of_one_partition_and_nothing_else(store: Store) ->
         if number % 500 == 0:
             await settled(store)
     store.offer(key(1, partition="cd" * 16), b"x", 60)
-    store.offer(key(1, Kind.SEMANTIC), b"x", 60)
+    store.offer(key(1, EntryKind.SEMANTIC), b"x", 60)
     await settled(store)
-    found = [found async for found in store.scan(Kind.RESPONSE, PARTITION)]
+    found = [found async for found in store.scan(EntryKind.RESPONSE, PARTITION)]
     assert {found.digest for found in found} == {key(number).digest for number in range(2500)}
-    assert {(found.kind, found.partition) for found in found} == {(Kind.RESPONSE, PARTITION)}
+    assert {(found.kind, found.partition) for found in found} == {(EntryKind.RESPONSE, PARTITION)}
 
 
 async def test_a_directory_tells_what_is_new_since(store: Store) -> None:
-    directory = key(0, Kind.DIRECTORY)
+    directory = key(0, EntryKind.DIRECTORY)
     assert await store.members(directory, 0.0, 10) == DirectoryPage((), 0, 0.0, False)
     for number in range(1, 8):
-        store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
+        store.offer(key(number, EntryKind.SEMANTIC), b"x", 60, directory)
     await settled(store)
     page = await store.members(directory, 0.0, 4)
     assert [digest for digest, _ in page.members] == [key(number).digest for number in range(1, 5)]
@@ -114,9 +114,9 @@ async def test_a_directory_tells_what_is_new_since(store: Store) -> None:
 
 
 async def test_adding_a_member_again_is_news_and_no_second_member(store: Store) -> None:
-    directory = key(0, Kind.DIRECTORY)
+    directory = key(0, EntryKind.DIRECTORY)
     for number in (1, 2, 1):
-        store.offer(key(number, Kind.SEMANTIC), b"x", 60, directory)
+        store.offer(key(number, EntryKind.SEMANTIC), b"x", 60, directory)
     await settled(store)
     page = await store.members(directory, 0.0, 10)
     assert [digest for digest, _ in page.members] == [key(2).digest, key(1).digest]
@@ -153,4 +153,4 @@ async def test_what_was_swapped_expires(store: Store) -> None:
 @pytest.mark.parametrize(("partition", "digest"), [("ab", "0" * 64), ("*" * 16, "0" * 64), ("ab" * 16, "a b" * 8)])
 def test_names_are_hexadecimal(partition: str, digest: str) -> None:
     with pytest.raises(ValueError, match="hexadecimal"):
-        CacheKey(Kind.RESPONSE, partition, digest)
+        CacheKey(EntryKind.RESPONSE, partition, digest)

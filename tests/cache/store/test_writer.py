@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cache.api import CacheKey, Kind, StoreFault
+from cache.api import CacheKey, EntryKind, StoreFault
 from cache.open.counters import Counters
-from cache.store.writer import BATCH, Write, WriteQueue
+from cache.store.writer import BATCH, QueuedWrite, WriteQueue
 
 
-def write(number: int, size: int = 10) -> Write:
-    return Write(CacheKey(Kind.RESPONSE, "ab" * 16, f"{number:064x}"), bytes(size), 60.0)
+def write(number: int, size: int = 10) -> QueuedWrite:
+    return QueuedWrite(CacheKey(EntryKind.RESPONSE, "ab" * 16, f"{number:064x}"), bytes(size), 60.0)
 
 
 class Door:
@@ -22,7 +22,7 @@ class Door:
         self.fails = False
         self.batches: list[int] = []
 
-    async def flush(self, writes: Sequence[Write]) -> None:
+    async def flush(self, writes: Sequence[QueuedWrite]) -> None:
         await self.open.wait()
         self.batches.append(len(writes))
         if self.fails:

@@ -19,7 +19,7 @@ import uvloop
 from engine import launch
 from engine.client import EngineClient
 from engine.client.child import Child
-from engine.ipc.frames import Ping, Pong, Report
+from engine.ipc.frames import PingEngine, Pong, Report
 from engine.ipc.framing import encode
 from engine.ipc.step_mark import StepMark
 from engine.launch import Begun
@@ -107,7 +107,7 @@ def test_what_a_process_said_before_it_ended_is_heard_though_it_cannot_be_told_m
                 theirs.sendall(encode(Pong()) * 3)
 
         asyncio.get_running_loop().call_soon(speak_and_end)
-        one.send(Ping())  # in the same turn of the loop, behind it
+        one.send(PingEngine())  # in the same turn of the loop, behind it
         await asyncio.wait_for(one.closed, 60)
         return await one.end(grace=60)
 

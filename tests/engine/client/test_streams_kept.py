@@ -8,7 +8,7 @@ import time
 import pytest
 
 from engine.api import FinishReason, TokenEvents, TokenLogprob
-from engine.client.inbox import Stream
+from engine.client.inbox import InboxStream
 from engine.errors import DeadlineExceeded, EngineUnavailable, Quarantined
 from engine.fake import plain_request
 from engine.ipc.events import Event
@@ -28,7 +28,7 @@ def submitted(desk: Desk) -> list[tuple[int, tuple[int, ...]]]:
     return sent
 
 
-async def ends_unavailable(stream: Stream) -> None:
+async def ends_unavailable(stream: InboxStream) -> None:
     with pytest.raises(EngineUnavailable):
         await anext(stream)
     with pytest.raises(StopAsyncIteration):
@@ -46,7 +46,7 @@ async def test_what_has_no_token_is_submitted_again_in_its_order_and_the_rest_en
     await ends_unavailable(begun)
     assert len(desk.streams) == 2
     desk.streams.deliver([Event(1, (99,)), Event(3, (99,))])  # from a process that hung, not yet quite gone
-    desk.streams.acquit()
+    desk.streams.clear_crash()
     assert desk.sent == []
     desk.streams.resume()
     assert submitted(desk) == [(4, (1,)), (5, (3,))]
@@ -61,7 +61,7 @@ async def test_it_outlives_any_number_of_processes_that_others_ended() -> None:
     stream = desk.streams.open(plain_request((1,)))
     for _ in range(20):
         desk.streams.lose(unavailable)
-        desk.streams.acquit()
+        desk.streams.clear_crash()
         desk.streams.resume()
     desk.streams.deliver([Event(21, (7,), (), FINISH)])
     assert await anext(stream) == TokenEvents((7,), (), FINISH)
@@ -74,7 +74,7 @@ async def test_but_three_at_most_that_died_outside_of_a_step() -> None:
     for count in range(3):
         assert len(desk.streams) == 1, count
         desk.streams.lose(unavailable)
-        desk.streams.judge(MarkedStep(), 1, unavailable)
+        desk.streams.attribute_crash(MarkedStep(), 1, unavailable)
         desk.streams.resume()
     await ends_unavailable(stream)
     assert len(desk.streams) == 0
@@ -85,7 +85,7 @@ async def test_those_that_only_waited_have_nothing_to_do_with_a_death() -> None:
     stream = desk.streams.open(plain_request((1,)))
     for _ in range(20):
         desk.streams.lose(unavailable)
-        desk.streams.judge(MarkedStep((77,)), 1, unavailable)
+        desk.streams.attribute_crash(MarkedStep((77,)), 1, unavailable)
         desk.streams.resume()
     assert len(desk.streams) == 1
     stream.cancel()
@@ -137,11 +137,11 @@ async def test_who_was_alone_in_a_step_at_two_deaths_is_refused_and_runs_alone_b
     waiting = desk.streams.open(plain_request((3,)))
     desk.sent.clear()
     desk.streams.lose(unavailable)
-    desk.streams.judge(MarkedStep((1, 2)), 1, unavailable)
+    desk.streams.attribute_crash(MarkedStep((1, 2)), 1, unavailable)
     desk.streams.resume()
     assert [command.solo for command in desk.sent if isinstance(command, Submit)] == [(0, 2), (0, 2), (0, 0)]
     desk.streams.lose(unavailable)
-    desk.streams.judge(MarkedStep((4,), alone=True), 1, unavailable)
+    desk.streams.attribute_crash(MarkedStep((4,), alone=True), 1, unavailable)
     desk.sent.clear()
     desk.streams.resume()
     with pytest.raises(Quarantined):
@@ -165,7 +165,7 @@ async def test_who_gave_up_while_the_step_went_on_is_a_suspect_too() -> None:
         desk.streams.deliver([])
         stream.cancel()
         desk.streams.lose(unavailable)
-        desk.streams.judge(MarkedStep((key,), alone=True), 1, unavailable)
+        desk.streams.attribute_crash(MarkedStep((key,), alone=True), 1, unavailable)
     with pytest.raises(Quarantined):
         desk.streams.open(plain_request((1,)))
 
@@ -177,7 +177,7 @@ async def test_what_was_said_of_a_prompt_is_not_said_again() -> None:
     desk.streams.deliver([Event(1, prompt_logprobs=scores[:2])])
     assert (await anext(stream)).prompt_logprobs == scores[:2]
     desk.streams.lose(unavailable)
-    desk.streams.acquit()
+    desk.streams.clear_crash()
     desk.streams.resume()
     desk.streams.deliver([Event(2, prompt_logprobs=scores[:1])])
     desk.streams.deliver([Event(2, prompt_logprobs=scores[1:3])])

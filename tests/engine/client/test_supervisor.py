@@ -24,7 +24,7 @@ from engine.client import EngineClient, child
 from engine.client.supervisor import Backoff
 from engine.errors import EngineFailed, EngineUnavailable, Unsupported
 from engine.fake import Fault, plain_request
-from engine.ipc.frames import Cancel, Configure, Ready, report_reader
+from engine.ipc.frames import Cancel, ConfigureEngine, Ready, report_reader
 from engine.ipc.framing import encode
 from engine.ipc.step_mark import StepMark
 from engine.settings import EngineSettings, FakeSettings, LogLevel
@@ -336,7 +336,7 @@ async def test_nonsense_instead_of_settings_is_told(nonsense: bytes) -> None:
 @pytest.mark.product
 async def test_nonsense_later_is_told() -> None:
     async with bare_process() as (process, front):
-        front.sendall(encode(Configure(FAKE)))
+        front.sendall(encode(ConfigureEngine(FAKE)))
         (ready,) = report_reader().feed(await asyncio.to_thread(front.recv, 1 << 16))
         assert isinstance(ready, Ready)
         front.sendall(b"\x00\x00\x00\x02\x91\x63")
@@ -348,7 +348,7 @@ async def test_nonsense_later_is_told() -> None:
 @pytest.mark.product
 async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
     async with bare_process() as (process, front):
-        front.sendall(encode(Configure(FAKE)))
+        front.sendall(encode(ConfigureEngine(FAKE)))
         await asyncio.to_thread(front.recv, 1 << 16)
         front.close()
         assert await verdict(process) == (0, "")
@@ -358,7 +358,7 @@ async def test_a_process_whose_front_is_gone_ends_quietly() -> None:
 @pytest.mark.parametrize(("level", "speaks"), [("info", False), ("debug", True)])
 async def test_it_logs_at_the_level_that_it_is_given(level: LogLevel, speaks: bool) -> None:
     async with bare_process() as (process, front):
-        front.sendall(encode(Configure(replace(FAKE, log_level=level))))
+        front.sendall(encode(ConfigureEngine(replace(FAKE, log_level=level))))
         await asyncio.to_thread(front.recv, 1 << 16)
         front.close()
         _, errors = await verdict(process)

@@ -17,7 +17,7 @@ from engine.api import Constraint
 from engine.constraints.budget import DISTRUST, MIB, MOST_DEATHS, REFUSED_FOR, Budget
 from engine.constraints.constraints import Constraints
 from engine.constraints.processes import Processes
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 from engine.scheduling.plan import Row, RowEnd, RowResult, StepPlan
 
 pytestmark = pytest.mark.product
@@ -61,7 +61,7 @@ def made(clock: Clock) -> Iterator[Callable[..., Constraints]]:
         one.close()
 
 
-def begin(constraints: Constraints, key: int, form: Constraint, owner: str = "mallory") -> Reason | None:
+def begin(constraints: Constraints, key: int, form: Constraint, owner: str = "mallory") -> ConstraintReason | None:
     """Until it is compiled, or is not."""
     constraints.begin_compiling(key, replace_owner(form, owner), (256,), True)
     return settled(constraints, key)
@@ -71,7 +71,7 @@ def replace_owner(form: Constraint, owner: str) -> Constraint:
     return Constraint(form.grammar, owner)
 
 
-def settled(constraints: Constraints, key: int) -> Reason | None:
+def settled(constraints: Constraints, key: int) -> ConstraintReason | None:
     while not constraints.compiled(key):
         constraints.collect()
         time.sleep(0.0005)
@@ -129,7 +129,7 @@ def test_a_grammar_that_grows_beyond_its_bound_ends_its_sequences_alone(made: Ca
             break
         say(constraints, 2, b"a")
         settled(constraints, 2)
-    assert constraints.failure(2) is Reason.MEMORY
+    assert constraints.failure(2) is ConstraintReason.MEMORY
     assert not any(constraints.mask(2))
     assert constraints.stuck(2).end is RowEnd.COSTLY
     assert constraints.failure(1) is None
@@ -142,7 +142,7 @@ def test_sequences_of_one_grammar_that_fail_together_count_once(made: Callable[.
     while constraints._held[1].failed is None:
         say(constraints, 1, b"a")
         settled(constraints, 1)
-    assert [settled(constraints, key) for key in (1, 2)] == [Reason.MEMORY, Reason.MEMORY]
+    assert [settled(constraints, key) for key in (1, 2)] == [ConstraintReason.MEMORY, ConstraintReason.MEMORY]
     for key in (1, 2):
         constraints.forget(key)
     assert begin(constraints, 3, form) is None
@@ -218,11 +218,15 @@ def test_a_compile_beyond_its_time_ends_its_request_and_is_refused_after_two(
 ) -> None:
     """Processor time: a busy machine takes nothing away."""
     constraints = made(compiling=0.15)
-    assert [begin(constraints, key, LARGE) for key in range(1, 4)] == [Reason.TIME, Reason.TIME, Reason.REFUSED]
+    assert [begin(constraints, key, LARGE) for key in range(1, 4)] == [
+        ConstraintReason.TIME,
+        ConstraintReason.TIME,
+        ConstraintReason.REFUSED,
+    ]
     assert MOST_DEATHS == 2
-    assert begin(constraints, 4, LARGE, "another") is Reason.TIME  # who has not been tried
+    assert begin(constraints, 4, LARGE, "another") is ConstraintReason.TIME  # who has not been tried
     clock.now += REFUSED_FOR
-    assert begin(constraints, 5, LARGE) is Reason.TIME
+    assert begin(constraints, 5, LARGE) is ConstraintReason.TIME
 
 
 def test_who_shares_a_process_that_dies_goes_on_and_the_culprit_does_not(made: Callable[..., Constraints]) -> None:
@@ -230,7 +234,7 @@ def test_who_shares_a_process_that_dies_goes_on_and_the_culprit_does_not(made: C
     assert begin(constraints, 1, grammar("regex", "[a-z]{3,9}")) is None
     say(constraints, 1, b"ab")
     assert settled(constraints, 1) is None
-    assert begin(constraints, 2, LARGE) is Reason.TIME
+    assert begin(constraints, 2, LARGE) is ConstraintReason.TIME
     assert settled(constraints, 1) is None
     say(constraints, 1, b"c")
     assert 256 in allowed(constraints, 1)
@@ -306,5 +310,5 @@ def test_forced_tokens_that_come_too_late_are_chosen_step_by_step(
 def test_a_grammar_beyond_the_bounds_never_reaches_the_library(made: Callable[..., Constraints]) -> None:
     deep = "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(2000)) + '\nr2000: "a"\n'
     constraints = made()
-    assert begin(constraints, 1, Constraint(deep)) is Reason.UNMET
+    assert begin(constraints, 1, Constraint(deep)) is ConstraintReason.UNMET
     assert len(children(constraints)) == 1

@@ -7,12 +7,12 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from bench.constrained import DEMO, PATIENT, Answering, Outcome, asked, grammar, schemas
+from bench.constrained import DEMO, PATIENT, Answering, ConstrainedOutcome, asked, grammar, schemas
 from engine.api import FinishReason, GenerationRequest
 from engine.constraints.constraints import Constraints
 from engine.execution.registry import EXECUTORS
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.contract.answers import progress
 from tests.contract.test_speculation import Tally, proposers, speculating
 from tests.engine.constraints.test_constraints import PERSON
@@ -25,7 +25,7 @@ SETTINGS = EngineSettings(model=str(DEMO), device="cpu", dtype="float32", thread
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Prepared:
+def prepared() -> PreparedModel:
     return prepare(SETTINGS, progress, Constraints(str(DEMO), PATIENT))
 
 
@@ -42,12 +42,12 @@ def forms() -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def without(prepared: Prepared) -> list[Outcome]:
+def without(prepared: PreparedModel) -> list[ConstrainedOutcome]:
     return Answering(make_runner(SETTINGS, prepared, progress, EXECUTORS[-1:])).answer(forms())
 
 
 @pytest.mark.parametrize("name", ["both", "prophet", "half"])
-def test_answers_are_those_without(prepared: Prepared, without: list[Outcome], name: str) -> None:
+def test_answers_are_those_without(prepared: PreparedModel, without: list[ConstrainedOutcome], name: str) -> None:
     requests = forms()
     said = {one.token_ids: answer.ids for one, answer in zip(requests, without, strict=True)}
     counted = Tally(speculating(SETTINGS, prepared, *proposers(name, prepared, said)))

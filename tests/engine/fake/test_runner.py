@@ -131,7 +131,7 @@ class TestBrokenPlans:
         return one
 
     def test_a_slot_of_nobody(self) -> None:
-        self.broken(runner(), whole(sequence(plain_request((1,)))), match="nobody was admitted")
+        self.broken(runner(), whole(sequence(plain_request((1,)))), match="no sequence was admitted")
         one = sequence(plain_request((1,)), 64)
         self.broken(runner(), whole(one), admitted=(one,), match="no slot 64")
 

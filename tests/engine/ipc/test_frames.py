@@ -16,18 +16,18 @@ from engine.ipc.events import Event, Failure
 from engine.ipc.frames import (
     Cancel,
     Command,
-    Configure,
+    ConfigureEngine,
+    LoadProgress,
+    LoadRefused,
     Pause,
-    Ping,
+    PingEngine,
     Pong,
-    Progress,
     Ready,
-    Refused,
     Report,
     Resume,
-    Step,
+    SetSwitch,
+    StepEvents,
     Submit,
-    Switch,
     Switched,
     command_reader,
     packed,
@@ -72,19 +72,19 @@ requests = st.builds(
     logprobs=st.none() | st.integers(0, 20),
 )
 commands = st.one_of(
-    st.builds(Configure, st.builds(EngineSettings, model=st.text(), fake=st.builds(FakeSettings))),
+    st.builds(ConfigureEngine, st.builds(EngineSettings, model=st.text(), fake=st.builds(FakeSettings))),
     st.builds(Submit, keys, requests),
     st.builds(Cancel, keys),
     st.builds(Pause, keys),
     st.builds(Resume, keys),
-    st.builds(Switch, keys, st.text(), st.booleans()),
-    st.builds(Ping),
+    st.builds(SetSwitch, keys, st.text(), st.booleans()),
+    st.builds(PingEngine),
 )
 reports = st.one_of(
-    st.builds(Progress, st.text(), keys, keys),
+    st.builds(LoadProgress, st.text(), keys, keys),
     st.just(Ready(info)),
-    st.builds(Refused, st.sampled_from(["invalid_model", "unsupported"]), st.text()),
-    st.builds(Step, st.lists(events, max_size=4), st.none() | st.builds(EngineLoad, running=keys)),
+    st.builds(LoadRefused, st.sampled_from(["invalid_model", "unsupported"]), st.text()),
+    st.builds(StepEvents, st.lists(events, max_size=4), st.none() | st.builds(EngineLoad, running=keys)),
     st.builds(Switched, keys, st.none() | st.text()),
     st.builds(Pong),
 )
@@ -125,8 +125,8 @@ def test_types_are_kept() -> None:
     assert type(submit.request) is GenerationRequest
     assert type(submit.request.priority) is Priority
     assert type(submit.request.token_ids) is tuple
-    (step,) = report_reader().feed(encode(Step([Event(1, (2,), failure=Failure.STEP)], None)))
-    assert isinstance(step, Step)
+    (step,) = report_reader().feed(encode(StepEvents([Event(1, (2,), failure=Failure.STEP)], None)))
+    assert isinstance(step, StepEvents)
     assert type(step.events[0]) is Event
     assert type(step.events[0].failure) is Failure
     (ready,) = report_reader().feed(encode(Ready(info)))
@@ -206,4 +206,4 @@ def test_a_giant_length_is_an_error_before_its_bytes_come() -> None:
 
 def test_nothing_giant_is_sent() -> None:
     with pytest.raises(FrameError, match="too long"):
-        encode(Refused("unsupported", "x" * MAX_FRAME))
+        encode(LoadRefused("unsupported", "x" * MAX_FRAME))

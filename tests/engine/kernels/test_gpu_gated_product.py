@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gated_product import TILES, Division, division, gated_product
+from engine.kernels.gated_product import TILES, GatedDivision, division, gated_product
 from engine.kernels.launch import Launcher
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ def check(library: KernelLibrary, launcher: Launcher, tokens: int, shape: tuple[
     weight = (torch.randn(2 * half, columns, device="cuda") * 2 / columns**0.5).bfloat16()
     room = torch.full((tokens + BEYOND, half), float("nan"), device="cuda", dtype=torch.bfloat16)
     out = room[:tokens]
-    how: Division | None = None if tile is None else division(tile, tokens, half, library.gpu)
+    how: GatedDivision | None = None if tile is None else division(tile, tokens, half, library.gpu)
     launcher.enqueue([gated_product(library, x, weight, out, how).alone()])
     gate, up = (x.double() @ weight.double().T).split(half, dim=1)
     expected = functional.silu(gate) * up

@@ -11,7 +11,7 @@ import torch
 
 from engine.linear import DenseLinear, chosen
 from engine.linear.chosen import ChosenProducts
-from engine.linear.cublas import CublasError, Prepared, Product
+from engine.linear.cublas import CublasError, CublasProduct, PreparedProduct
 
 OWN, OTHER = b"own", b"other"
 
@@ -24,14 +24,14 @@ class Library:
     def __init__(self) -> None:
         self.done: list[bytes] = []
 
-    def prepare(self, wanted: Product, most: int) -> Prepared:
-        return Prepared(wanted, None, None, None, (OWN, OTHER))
+    def prepare(self, wanted: CublasProduct, most: int) -> PreparedProduct:
+        return PreparedProduct(wanted, None, None, None, (OWN, OTHER))
 
-    def fits(self, how: Prepared, algorithm: bytes) -> bool:
+    def fits(self, how: PreparedProduct, algorithm: bytes) -> bool:
         return algorithm in (OWN, OTHER)
 
-    def multiply(self, how: Prepared, algorithm: bytes, weights: Any, x: Any, out: Any) -> None:
-        assert how.product == Product(x.shape[0], *weights.shape)
+    def multiply(self, how: PreparedProduct, algorithm: bytes, weights: Any, x: Any, out: Any) -> None:
+        assert how.product == CublasProduct(x.shape[0], *weights.shape)
         self.done.append(algorithm)
         out.copy_(x @ weights.t())
 
@@ -69,7 +69,7 @@ def test_what_was_chosen_once_is_taken_again(tmp_path: Path, library: Library, m
     product(made(tmp_path, weight), weight, 256)
     assert library.done == [OTHER]
     kept = json.loads((tmp_path / library.name).read_text())
-    assert kept == {str(Product(256, 8, 16)): OTHER.hex()}
+    assert kept == {str(CublasProduct(256, 8, 16)): OTHER.hex()}
 
     monkeypatch.setattr(ChosenProducts, "_fastest", lambda *_: pytest.fail("timed again"))
     again = made(tmp_path, weight)
@@ -83,7 +83,7 @@ def test_where_nothing_is_faster_or_what_was_kept_does_not_fit_torch_multiplies(
     tmp_path: Path, library: Library, kept: str
 ) -> None:
     weight = torch.randn(8, 16)
-    (tmp_path / library.name).write_text(json.dumps({str(Product(256, 8, 16)): kept}))
+    (tmp_path / library.name).write_text(json.dumps({str(CublasProduct(256, 8, 16)): kept}))
     product(made(tmp_path, weight), weight, 256)
     assert library.done == []
 
@@ -105,13 +105,13 @@ def test_a_file_that_is_damaged_is_made_anew(
     (tmp_path / library.name).write_text(text)
     monkeypatch.setattr(ChosenProducts, "_fastest", lambda *_: OTHER.hex())
     product(made(tmp_path, weight), weight, 512)
-    assert json.loads((tmp_path / library.name).read_text()) == {str(Product(512, 8, 16)): OTHER.hex()}
+    assert json.loads((tmp_path / library.name).read_text()) == {str(CublasProduct(512, 8, 16)): OTHER.hex()}
 
 
 def test_a_library_that_knows_no_algorithm_leaves_it_to_torch(
     tmp_path: Path, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(wanted: Product, most: int) -> Prepared:
+    def none(wanted: CublasProduct, most: int) -> PreparedProduct:
         raise CublasError("no algorithm")
 
     monkeypatch.setattr(library, "prepare", none)

@@ -9,7 +9,7 @@ import torch
 
 from engine.linear import DenseLinear
 from engine.linear.chosen import ChosenProducts
-from engine.linear.cublas import Cublas, Product
+from engine.linear.cublas import Cublas, CublasProduct
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(4096, 4096), (4096, 14336), (14336, 1024)]
@@ -24,7 +24,7 @@ def random(rows: int, columns: int) -> torch.Tensor:
 def test_every_algorithm_multiplies(shape: tuple[int, int], tokens: int) -> None:
     weight, x = random(*shape), random(tokens, shape[1])
     library = Cublas(weight.device)
-    prepared = library.prepare(Product(tokens, *shape), 8)
+    prepared = library.prepare(CublasProduct(tokens, *shape), 8)
     expected = x.double() @ weight.double().t()
     for algorithm in prepared.algorithms:
         assert library.fits(prepared, algorithm)

@@ -25,7 +25,7 @@ from quant.checkpoint.tensors import dense_tensors, linears
 from quant.decoder import Decoder
 from quant.recipes import AwqRecipe
 from quant.rounding import round_groups
-from quant.sensitivity import Plan
+from quant.sensitivity import BitPlan
 from tests.engine.quantized import (
     BASE,
     FAMILIES,
@@ -154,7 +154,9 @@ def mixed(root: Path, eight: dict[int, tuple[str, ...]]) -> Path:
         rounded = round_rows(weight) if linear in eight.get(int(index), ()) else round_groups(weight, 32)
         held |= {f"{name}.{stem}": tensor for stem, tensor in write_packed(rounded).items()}
         plain[f"{name}.weight"] = rounded.dequantize(torch.float32)
-    recipe = AwqRecipe(Decoder.open(write(root / "plain", config, plain)), Plan(32, eight, 5.0), torch.zeros(1, 1, 1))
+    recipe = AwqRecipe(
+        Decoder.open(write(root / "plain", config, plain)), BitPlan(32, eight, 5.0), torch.zeros(1, 1, 1)
+    )
     return write(root / "mixed", recipe.config(config), held)
 
 

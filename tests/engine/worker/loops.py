@@ -8,21 +8,21 @@ import threading
 from engine.api import EngineLoad
 from engine.fake import FakeRunner
 from engine.ipc.events import Event
-from engine.ipc.frames import Command, Report, Step, report_reader
+from engine.ipc.frames import Command, Report, StepEvents, report_reader
 from engine.ipc.framing import encode
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker.device_memory import DeviceMemory
 from engine.worker.loop import Loop
-from engine.worker.switches import Switches
+from engine.worker.switches import WorkerSwitches
 
 PATIENCE = 60.0  # seconds after which a test that waits has failed
 
 
-def all_of(step: Step) -> list[Event]:
+def all_of(step: StepEvents) -> list[Event]:
     """Its events, those that are ids alone too."""
     return [Event(key, (one,)) for key, one in zip(step.keys, step.ids, strict=True)] + step.events
 
@@ -45,8 +45,8 @@ class Front:
         self.seen: list[Report] = []
         limits = Limits(max_sequences=2, max_batch_tokens=64, max_context=1024)
         self.runner, self.scheduler = runner(settings), Scheduler(limits, PagePool(64))
-        switches = Switches(settings, self.runner, self.scheduler)
-        self.loop = Loop(Link(theirs), self.runner, self.scheduler, switches, memory=memory)
+        switches = WorkerSwitches(settings, self.runner, self.scheduler)
+        self.loop = Loop(EngineLink(theirs), self.runner, self.scheduler, switches, memory=memory)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, args=(theirs,))
         self.thread.start()
@@ -73,7 +73,7 @@ class Front:
 
     def steps(self) -> list[list[Event]]:
         """What each brought, of those that brought anything."""
-        told = [all_of(report) for report in self.seen if isinstance(report, Step)]
+        told = [all_of(report) for report in self.seen if isinstance(report, StepEvents)]
         return [step for step in told if step]
 
     def read_to_end(self, key: int) -> list[Event]:
@@ -82,7 +82,7 @@ class Front:
         return self.events(key)
 
     def loads(self) -> list[EngineLoad]:
-        return [report.load for report in self.seen if isinstance(report, Step) and report.load is not None]
+        return [report.load for report in self.seen if isinstance(report, StepEvents) and report.load is not None]
 
     def wait_for_load(self, **wanted: int) -> EngineLoad:
         """Until the last load told is such."""

@@ -10,7 +10,7 @@ import pytest
 from engine.fake import plain_request
 from engine.ipc.frames import Cancel, Command, Pause, Submit
 from engine.ipc.framing import FrameError, encode
-from engine.ipc.link import Link
+from engine.ipc.link import EngineLink
 from engine.worker.arrivals import Arrivals
 
 
@@ -24,7 +24,7 @@ class Front:
     def __init__(self, ours: socket.socket, theirs: socket.socket) -> None:
         self.socket = ours
         self.obeyed: list[Command] = []
-        self.arrivals = Arrivals(Link(theirs), self.obeyed.append)
+        self.arrivals = Arrivals(EngineLink(theirs), self.obeyed.append)
 
     def send(self, *commands: Command) -> None:
         self.socket.sendall(b"".join(map(encode, commands)))

@@ -8,7 +8,7 @@ import pytest
 
 from engine.api import Constraint
 from engine.constraints.constraints import Constraints
-from engine.constraints.reasons import Reason
+from engine.constraints.reasons import ConstraintReason
 from engine.execution.needs import chosen_by_kernels
 from engine.fake import plain_request
 from engine.ipc.events import Event, Failure
@@ -29,7 +29,7 @@ class Slow(Constraints):
     def __init__(self) -> None:
         super().__init__()
         self.done: set[int] = set()
-        self.broken: dict[int, Reason] = {}
+        self.broken: dict[int, ConstraintReason] = {}
         self.live: set[int] = set()
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
@@ -38,7 +38,7 @@ class Slow(Constraints):
     def compiled(self, key: int) -> bool:
         return key in self.done or key in self.broken
 
-    def failure(self, key: int) -> Reason | None:
+    def failure(self, key: int) -> ConstraintReason | None:
         return self.broken.get(key)
 
     def forget(self, key: int) -> None:
@@ -85,7 +85,7 @@ def test_one_that_can_never_run_ends_alone(scheduler: Scheduler) -> None:
     for key in (1, 2, 3):
         compiling.admit(asked(key))
     compiling.admit(asked(4, prompt=tuple(range(99))))
-    slow.broken = {1: Reason.UNMET, 2: Reason.TIME, 3: Reason.REFUSED}
+    slow.broken = {1: ConstraintReason.UNMET, 2: ConstraintReason.TIME, 3: ConstraintReason.REFUSED}
     slow.done.add(4)
     found = compiling.collect()
     assert found == [

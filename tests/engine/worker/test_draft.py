@@ -18,7 +18,7 @@ from engine.kernels.gpu import GpuShape
 from engine.loading.formats import read_folder
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from engine.worker.foretold import Foretelling, foretell
+from engine.worker.required_kernels import KernelQuery, required_kernels
 from tests.contract.answers import generate, progress, requests
 
 Folder = Callable[..., Path]
@@ -94,8 +94,8 @@ def test_a_draft_models_kernels_are_foretold(folder: Folder) -> None:
     gpu = GpuShape(132, 227 << 10, overlap=True)
     settings = EngineSettings(model=str(target), device="cuda", max_sequences=8)
     config, form = read_folder(target, "auto")
-    alone = foretell(settings, Foretelling(config, form, gpu))
-    beside = foretell(settings, Foretelling(config, form, gpu, draft=read_folder(draft, "auto")))
+    alone = required_kernels(settings, KernelQuery(config, form, gpu))
+    beside = required_kernels(settings, KernelQuery(config, form, gpu, draft=read_folder(draft, "auto")))
     assert {name for name, _ in alone - beside} <= {"accept", "attention", "propose"}, "rounds of several look up"
     assert {name for name, _ in beside - alone} == {
         *("draft", "linear", "linear_residual", "gate_up", "head", "prefill_stream", "prefill_ends")

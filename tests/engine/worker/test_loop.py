@@ -15,15 +15,15 @@ from engine.fake import FakeRunner, Fault, plain_request
 from engine.ipc.events import Failure
 from engine.ipc.frames import (
     Cancel,
-    Configure,
+    ConfigureEngine,
     EndProfile,
     Pause,
     Profiled,
     Resume,
+    SetSwitch,
     StartProfile,
-    Step,
+    StepEvents,
     Submit,
-    Switch,
     Switched,
 )
 from engine.ipc.framing import FrameError
@@ -57,7 +57,7 @@ def test_the_last_event_of_all_brings_the_load_along(front: Front) -> None:
     for key in range(1, 4):
         front.send(Submit(key, plain_request((5,), max_tokens=1)))
         front.read_to_end(key)
-    steps = [report for report in front.seen if isinstance(report, Step) and all_of(report)]
+    steps = [report for report in front.seen if isinstance(report, StepEvents) and all_of(report)]
     told = [None if step.load is None else (step.load.running, step.load.generated_tokens) for step in steps]
     assert told == [(0, 1), (0, 2), (0, 3)]
 
@@ -209,7 +209,7 @@ def test_a_request_that_cannot_run_fails_alone(front: Front) -> None:
 
 
 def test_switches_answer(front: Front) -> None:
-    front.send(Switch(1, "batching", False), Switch(2, "nonsense", True))
+    front.send(SetSwitch(1, "batching", False), SetSwitch(2, "nonsense", True))
     while sum(isinstance(report, Switched) for report in front.seen) < 2:
         front.receive()
     answers = {report.ticket: report.refusal for report in front.seen if isinstance(report, Switched)}
@@ -218,7 +218,7 @@ def test_switches_answer(front: Front) -> None:
 
 
 def test_the_front_hears_of_the_step_with_which_a_trial_ends(front: Front) -> None:
-    front.send(Switch(1, "graphs", False), Submit(1, plain_request((1,), 2 * TRIAL_STEPS)))
+    front.send(SetSwitch(1, "graphs", False), Submit(1, plain_request((1,), 2 * TRIAL_STEPS)))
     front.read_to_end(1)
     since = next(report.steps for report in front.seen if isinstance(report, Switched))
     assert since + TRIAL_STEPS in [load.steps for load in front.loads()]
@@ -229,7 +229,7 @@ def test_a_runner_that_fails_to_switch_is_no_end(front: Front, monkeypatch: pyte
         raise EngineFailed("no memory for it") if enabled else Unsupported("never")
 
     monkeypatch.setattr(FakeRunner, "set_optimization", refuse)
-    front.send(Switch(1, "graphs", True), Switch(2, "graphs", False))
+    front.send(SetSwitch(1, "graphs", True), SetSwitch(2, "graphs", False))
     while len(front.seen) < 2:
         front.receive()
     assert front.seen[:2] == [Switched(1, "no memory for it"), Switched(2, "never")]
@@ -243,7 +243,7 @@ def test_cancel_frees_everything(front: Front) -> None:
 
 
 def test_settings_come_once(front: Front) -> None:
-    front.send(Configure(EngineSettings(model="")))
+    front.send(ConfigureEngine(EngineSettings(model="")))
     front.thread.join(PATIENCE)
     assert isinstance(front.error, FrameError)
 

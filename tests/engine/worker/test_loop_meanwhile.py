@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.fake import FakeRunner, plain_request
-from engine.ipc.frames import Submit, Switch, Switched
+from engine.ipc.frames import SetSwitch, Submit, Switched
 from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from tests.engine.worker.loops import Front
 
@@ -49,7 +49,7 @@ def test_a_prompt_that_comes_during_a_step_has_its_slot_before_the_end() -> None
 
 def test_a_switch_that_comes_during_a_step_is_set_behind_it() -> None:
     def in_step(front: Front, piece: Callable[[], bool]) -> None:
-        front.send(Switch(9, "batching", False), Submit(2, plain_request((6,), 3)))
+        front.send(SetSwitch(9, "batching", False), Submit(2, plain_request((6,), 3)))
         assert not piece()
 
     front = during_a_step(in_step)

@@ -105,7 +105,7 @@ def fake(folder: Path, most_steps: int = 256, **changes: Any) -> Recorded:
     return Recorded(settings, FakeRunner(settings), folder, most_steps)
 
 
-def outcome(recording: Recording, runner: Runner) -> replay.Outcome:
+def outcome(recording: Recording, runner: Runner) -> replay.ReplayOutcome:
     """Of the file's bytes, not of the objects that they were made from."""
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(recording), type=Recording)
     return replay.replay(again, runner)
@@ -138,7 +138,7 @@ def test_the_ring_is_bounded_and_what_left_it_is_folded(seed: int, ids: int, tmp
         for side in (table, engine.truth)
     )
     assert found == truth
-    assert outcome(recording, FakeRunner(fake_settings(tokens_per_step=ids))) == replay.Outcome(8, None)
+    assert outcome(recording, FakeRunner(fake_settings(tokens_per_step=ids))) == replay.ReplayOutcome(8, None)
 
 
 def test_a_file_is_for_its_owner_and_names_no_model_and_no_store(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.compare import TOLERANCE, changes, interleave, regressions
-from bench.turns import Loop, Round, round_of
+from bench.turns import LocalModel, RoundFigures, round_of
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-draft"
 TOKENS, ROUNDS, TIMES = 24, 20, 10
@@ -38,27 +38,27 @@ class Sleepy:
 class Side:
     """Rounds of the loop with such a sleep."""
 
-    def __init__(self, loop: Loop, seconds: float) -> None:
+    def __init__(self, loop: LocalModel, seconds: float) -> None:
         self._loop = loop
         self._seconds = seconds
 
     def __call__(self) -> Mapping[str, float]:
         scheduler, runner = self._loop.scheduler(), Sleepy(self._loop.runner, self._seconds)
-        found: Round = round_of(scheduler, runner, lambda: self._loop.admit(scheduler), TOKENS, 1, runner.clock)
+        found: RoundFigures = round_of(scheduler, runner, lambda: self._loop.admit(scheduler), TOKENS, 1, runner.clock)
         return asdict(found)
 
 
 @pytest.fixture(scope="module")
-def loop() -> Loop:
-    return Loop(str(DEMO), 1, TOKENS, threads=1)
+def loop() -> LocalModel:
+    return LocalModel(str(DEMO), 1, TOKENS, threads=1)
 
 
-def found(loop: Loop, seconds: float) -> bool:
+def found(loop: LocalModel, seconds: float) -> bool:
     before, after = interleave(Side(loop, 0.0), Side(loop, seconds), ROUNDS)
     return bool(regressions(changes(before, after, paired=True)[:1], TOLERANCE))
 
 
-def test_a_sleep_of_five_per_cent_is_found_and_nothing_where_there_is_none(loop: Loop) -> None:
+def test_a_sleep_of_five_per_cent_is_found_and_nothing_where_there_is_none(loop: LocalModel) -> None:
     warm = [Side(loop, 0.0)()["step_us"] for _ in range(5)]
     slow = 0.05 * sorted(warm)[2] / 1e6
     assert [found(loop, slow) for _ in range(TIMES)] == [True] * TIMES

@@ -327,14 +327,14 @@ def test_an_engine_that_cannot_be_asked(engine: Engine) -> None:
 @pytest.mark.parametrize("said", ["", "nonsense", "[1, 2]", '"text"'])
 def test_an_engine_that_talks_nonsense(engine: Engine, said: str) -> None:
     engine(f"printf '%s' '{said}'")
-    assert doctor.examine(flags())["problems"] == ["the engine cannot be asked (exit code 0): it said nothing"]
+    assert doctor.examine(flags())["problems"] == ["the engine cannot be asked (exit code 0): it printed nothing"]
 
 
 @pytest.mark.product
 def test_an_engine_that_hangs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine("exec sleep 30")
     monkeypatch.setattr(doctor, "ENGINE_TIMEOUT", 0.2)
-    assert doctor.examine(flags())["problems"] == ["the engine did not say what it has within 0.2 s"]
+    assert doctor.examine(flags())["problems"] == ["the engine did not report within 0.2 s"]
 
 
 @pytest.mark.product

@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2
 
 from service.cli import main
 from service.cli.asking import LIMIT
-from service.cli.channel import Server
+from service.cli.channel import ServerAddress
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.certificates import HERE, Authority, write_pair
 from tests.service.cli.host import Host, refusing, two_words
@@ -172,14 +172,14 @@ def test_the_last_line_break_is_not_part_of_it(
 )
 def test_an_address_without_a_port_means_the_usual_one(given: str, meant: str) -> None:
     parser = argparse.ArgumentParser()
-    Server.add_flags(parser)
-    assert Server.of(parser.parse_args(["--address", given])).address == meant
+    ServerAddress.add_flags(parser)
+    assert ServerAddress.of(parser.parse_args(["--address", given])).address == meant
 
 
 def test_the_usual_port_of_operators_is_another_one() -> None:
     parser = argparse.ArgumentParser()
-    Server.add_operator_flags(parser)
-    assert Server.of(parser.parse_args(["localhost"])).address == "localhost:50052"
+    ServerAddress.add_operator_flags(parser)
+    assert ServerAddress.of(parser.parse_args(["localhost"])).address == "localhost:50052"
 
 
 def test_json(run: Run) -> None:

@@ -22,7 +22,7 @@ from cache.api import (
     CachedCompletion,
     CacheKey,
     CacheOptions,
-    Kind,
+    EntryKind,
     ModelIdentity,
     Question,
 )
@@ -114,9 +114,9 @@ async def listed(settings: Settings, tools: Tools) -> list[int]:
     counts = []
     for options in (replace(settings.cache, redis_url=None), settings.cache):
         store = opened(options)._context.store
-        directory = CacheKey(Kind.DIRECTORY, PARTITION, "0" * 64)
+        directory = CacheKey(EntryKind.DIRECTORY, PARTITION, "0" * 64)
         for number in range(4):
-            store.offer(CacheKey(Kind.SEMANTIC, PARTITION, f"{number:064x}"), b"x", 60, directory)
+            store.offer(CacheKey(EntryKind.SEMANTIC, PARTITION, f"{number:064x}"), b"x", 60, directory)
         for _ in range(500):
             if (await store.members(directory, 0.0, 100, 5.0)).total >= min(4, settings.cache.semantic.max_entries):
                 break

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cache.api import Allowance, SemanticLookup, Turn, Verdict
+from cache.api import Allowance, SemanticLookup, SemanticTurn, Verdict
 from cache.semantic.evidence import CALLERS, DAY
 from cache.semantic.search import SimilarCache
 from cache.store.memory import MemoryStore
@@ -38,9 +38,9 @@ SELL = "how do I sell a used and slightly rusty car"
 LIKE = "how do I sell a used but slightly dented bicycle"
 
 
-def turn(text: str, caller: str = "one") -> Turn:
+def turn(text: str, caller: str = "one") -> SemanticTurn:
     question = replace(QUESTION, token_ids=tuple(text.encode()))
-    return Turn(question=question, context=b"c", text=text, greedy=True, caller=caller)
+    return SemanticTurn(question=question, context=b"c", text=text, greedy=True, caller=caller)
 
 
 def semantic(

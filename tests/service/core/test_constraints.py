@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.constraints.budget import MOST_DEATHS, REFUSED_FOR
-from service.core.constraints import Constraints
+from service.core.constraints import ConstraintReader
 from service.core.errors import InvalidRequest
 from service.core.request import ConstraintText
 from service.core.text.sandbox.processes import JobDied
@@ -37,7 +37,7 @@ class Caller:
 
 async def test_what_kills_the_process_that_checks_it_is_tried_twice() -> None:
     now, processes = 0.0, Deadly()
-    made: Any = Constraints(processes, lambda: now)  # type: ignore[arg-type]
+    made: Any = ConstraintReader(processes, lambda: now)  # type: ignore[arg-type]
     deadly, sound = (ConstraintText("regex", (text,), "constraint.regex") for text in ("deadly", "x"))
     mallory, alice = Caller("mallory"), Caller("alice")
     for tries in (1, 2, 2, 2):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from engine.api import Reverted, Unused
 from service.config.settings import OptimizationOptions
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from tests.service.scripted import INFO, ScriptedEngine
 
 
@@ -16,13 +16,13 @@ def engine_with(*unused: str) -> ScriptedEngine:
     return engine
 
 
-def told(switches: Switches, name: str) -> tuple[bool, bool, str]:
+def told(switches: OptimizationSwitches, name: str) -> tuple[bool, bool, str]:
     one = next(one for one in switches.all() if one.name == name)
     return one.requested, one.effective, one.why_not
 
 
 async def test_why_it_does_nothing_here_is_told_whether_it_is_on_or_off() -> None:
-    switches = Switches(OptimizationOptions(), engine_with("two_pass_head"))
+    switches = OptimizationSwitches(OptimizationOptions(), engine_with("two_pass_head"))
     assert {one.name: one.why_not for one in switches.all() if one.why_not} == {
         "two_pass_head": "no two_pass_head here"
     }
@@ -32,7 +32,7 @@ async def test_why_it_does_nothing_here_is_told_whether_it_is_on_or_off() -> Non
 
 
 async def test_one_that_needs_another_does_nothing_without_it() -> None:
-    switches = Switches(OptimizationOptions(), engine_with())
+    switches = OptimizationSwitches(OptimizationOptions(), engine_with())
     await switches.set("fused_kernels", False)
     await switches.set("prefix_cache", False)
     assert told(switches, "graphs") == told(switches, "two_pass_head") == (True, False, "fused_kernels is off")
@@ -43,19 +43,19 @@ async def test_one_that_needs_another_does_nothing_without_it() -> None:
 async def test_nothing_is_in_force_before_the_engine_was_ready() -> None:
     engine = ScriptedEngine([])
     engine.info = None  # type: ignore[assignment]
-    assert not any(one.effective for one in Switches(OptimizationOptions(), engine).all())
+    assert not any(one.effective for one in OptimizationSwitches(OptimizationOptions(), engine).all())
 
 
 async def test_one_that_was_turned_back_says_so_until_it_is_set_again() -> None:
     engine = engine_with()
     engine.reverted = {"graphs": Reverted(name="graphs", enabled=False, reason="2 steps failed")}
-    switches = Switches(OptimizationOptions(), engine)
+    switches = OptimizationSwitches(OptimizationOptions(), engine)
     assert told(switches, "graphs") == (True, False, "2 steps failed")
     engine.reverted = {}
     assert told(switches, "graphs") == (True, True, "")
 
 
 async def test_a_cache_of_the_front_says_why_it_does_nothing() -> None:
-    switches = Switches(OptimizationOptions(), engine_with(), lambda: {"semantic_cache": "no embedder"})
+    switches = OptimizationSwitches(OptimizationOptions(), engine_with(), lambda: {"semantic_cache": "no embedder"})
     assert told(switches, "semantic_cache") == (True, False, "no embedder")
     assert told(switches, "response_cache") == (True, True, "")

@@ -15,7 +15,7 @@ from service.config.settings import LimitOptions, OptimizationOptions
 from service.config.sources import load
 from service.core.admission.admission import Admission
 from service.core.answers.caches import AnswerCaches
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.observability.instruments import Instruments
 from service.observability.metric_names import EVENTS, FAMILIES, TIMES
 from service.observability.metrics import Metrics
@@ -58,7 +58,7 @@ async def metrics() -> AsyncIterator[tuple[Metrics, AnswerCaches, ScriptedEngine
     engine = ScriptedEngine([])
     caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
     caches.now()
-    switches = Switches(OptimizationOptions(), engine)
+    switches = OptimizationSwitches(OptimizationOptions(), engine)
     admission = Admission(LimitOptions(), lambda: 8)
     identity = Identity(load(["--engine=fake"], {}))
     yield Metrics(engine, admission, caches, switches, 'a "name"\n', Instruments(), identity), caches, engine

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from service.observability.progress import Progress
+from service.observability.progress import ProgressReporter
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    progress = Progress()
+    progress = ProgressReporter()
     for done in (0, 1 << 20, 3 << 20, 4 << 20):
         progress("weights", done, 4 << 20)
     progress("capture", 2, 2)
@@ -34,7 +34,7 @@ def test_a_log_gets_a_line_a_second_and_the_end_of_a_long_phase(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     caplog.set_level(logging.INFO)
     now = 0.0
-    progress = Progress(lambda: now)
+    progress = ProgressReporter(lambda: now)
     for done in range(0, 101, 4):
         now += 0.25
         progress("weights", done << 20, 100 << 20)
@@ -49,7 +49,7 @@ def test_a_log_gets_nothing_of_short_phases_and_of_imports(
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     caplog.set_level(logging.INFO)
     now = 0.0
-    progress = Progress(lambda: now)
+    progress = ProgressReporter(lambda: now)
     for phase in ("imports", "weights", "capture"):
         progress(phase, 0, 3)
         now += 0.5 if phase != "imports" else 9

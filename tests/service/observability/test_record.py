@@ -18,7 +18,7 @@ from service.core.errors import Overloaded, Unauthenticated
 from service.observability.record import UNKNOWN_METHOD, Metadata, Observers, RecordBuilder, RequestRecord
 from service.transport.call.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Rights
 from service.transport.call.inbox import SMALL, Inbox
-from service.transport.call.rpc import Call, Endpoints, Strangers, service
+from service.transport.call.rpc import Call, Endpoints, UnknownMethods, service
 from service.transport.call.status import ResourceTypes
 from service.transport.call.writer import StallWatch, Writer
 from service.transport.port.health import Health
@@ -86,7 +86,7 @@ async def port() -> AsyncIterator[tuple[grpc.aio.Channel, Seen]]:
     methods["twice"] = endpoints.stream(ALL_RIGHTS, twice)
     server = grpc.aio.server()
     health = Health(lambda: True, lambda: True).handlers(inbox, observers)
-    server.add_generic_rpc_handlers((service("t.T", methods, observers), health, Strangers(inbox, observers)))
+    server.add_generic_rpc_handlers((service("t.T", methods, observers), health, UnknownMethods(inbox, observers)))
     seen.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:

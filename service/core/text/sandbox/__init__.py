@@ -1,1 +1,1 @@
-"""Processes that work on callers' text, bounded in time and memory."""
+"""Runs work on callers' text in processes bounded in time and memory."""

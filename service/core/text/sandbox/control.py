@@ -1,7 +1,7 @@
-"""What travels between the front and its text processes, on two kinds of sockets.
+"""Defines the messages between the front and its text processes, on two kinds of sockets.
 
-The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `Fork`. A worker has
-a stream socket: header and payload one way, header and result the other, one job at a time.
+The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `ForkWorker`. A
+worker has a stream socket: header and payload one way, header and result the other, one job at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ REFUSED = 1  # a sentence for the caller
 FAILED = 2  # the exception's name, for the log
 
 
-class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First to the fork server. A kind is where its function is: "module:function"."""
+class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message to the fork server. A kind names its function: "module:function"."""
 
     model: str | None  # folder; None: bytes are tokens
     kinds: tuple[str, ...]
@@ -28,40 +28,36 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag=1):
     template: str | None = None  # file instead of the folder's chat templates
 
 
-class Fork(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """A worker, please. Keys are never used again."""
+class ForkWorker(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Requests a worker. Keys are never reused."""
 
     key: int
     memory: int  # bytes, beyond what the fork server has
 
 
-class Kill(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """`Ended` follows."""
+class KillWorker(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Kills a worker; `WorkerEnded` follows."""
 
     key: int
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Workers can be forked."""
-
+class ModelLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
     digest: str  # of the tokenizer
 
 
-class Unloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """The model folder is of no use. The process ends."""
+class ModelUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Reports that the model folder is unusable. The process ends."""
 
     message: str
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A worker has gone."""
-
+class WorkerEnded(msgspec.Struct, frozen=True, array_like=True, tag=3):
     key: int
     code: int  # exit code, or minus the signal
 
 
-Command = Configure | Fork | Kill  # front → fork server
-Report = Loaded | Unloadable | Ended  # fork server → front
+Command = ConfigureSandbox | ForkWorker | KillWorker  # front → fork server
+Report = ModelLoaded | ModelUnloadable | WorkerEnded  # fork server → front
 
 encode = msgspec.msgpack.Encoder().encode
 _commands = msgspec.msgpack.Decoder(Command)

@@ -1,9 +1,9 @@
-"""The process that text processes are forked from: it loads the tokenizer, and then forks workers, which have it at
-once. `python -m service.core.text.sandbox.fork_server --fd N`.
+"""Loads the tokenizer once and forks text processes that share it. `python -m service.core.text.sandbox.fork_server
+--fd N`.
 
-It never runs a job itself, and no thread, so that a fork is sound. A worker runs one job at a time, under a limit of
-memory; the front ends it by key where a job takes too long. Nothing outlives the front: the fork server ends when its
-socket closes, and workers when the fork server does.
+The fork server never runs a job itself, and no thread, so that a fork is sound. A worker runs one job at a time, under
+a limit of memory; the front ends it by key where a job takes too long. Nothing outlives the front: the fork server ends
+when its socket closes, and workers when the fork server does.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from service.core.text.sandbox.control import (
     HEADER,
     MAX_RESULT,
     REFUSED,
-    Configure,
-    Ended,
-    Fork,
-    Kill,
-    Loaded,
-    Unloadable,
+    ConfigureSandbox,
+    ForkWorker,
+    KillWorker,
+    ModelLoaded,
+    ModelUnloadable,
+    WorkerEnded,
     decode_command,
     encode,
 )
-from service.core.text.sandbox.jobs import Refusal
+from service.core.text.sandbox.jobs import JobRefused
 from service.core.text.tokenizer import Tokenizer
 
 Job = Callable[[Tokenizer, bytes], bytes]
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _serve(front: socket.socket) -> None:
     configure = decode_command(front.recv(MAX_PACKET))
-    if not isinstance(configure, Configure):
+    if not isinstance(configure, ConfigureSandbox):
         raise TypeError("the first message configures")
     limit_memory(configure.memory)
     _silence()
@@ -57,22 +57,22 @@ def _serve(front: socket.socket) -> None:
         tokenizer = _tokenizer(configure)
         jobs = tuple(_found(kind) for kind in configure.kinds)
     except InvalidModel as error:
-        front.send(encode(Unloadable(str(error))))
+        front.send(encode(ModelUnloadable(str(error))))
         return
     except MemoryError:
         front.send(
-            encode(Unloadable(_broken(configure.model, f"takes more than {configure.memory >> 20} MiB to load")))
+            encode(ModelUnloadable(_broken(configure.model, f"takes more than {configure.memory >> 20} MiB to load")))
         )
         return
     except BaseException as error:  # a panic in Rust is no Exception
-        front.send(encode(Unloadable(_broken(configure.model, f"cannot be loaded ({type(error).__name__})"))))
+        front.send(encode(ModelUnloadable(_broken(configure.model, f"cannot be loaded ({type(error).__name__})"))))
         return
     gc.collect()
     gc.freeze()  # a collection in a worker would copy every page of it
-    _Server(front, tokenizer, jobs).run()
+    _SandboxForks(front, tokenizer, jobs).run()
 
 
-def _tokenizer(configure: Configure) -> Tokenizer:
+def _tokenizer(configure: ConfigureSandbox) -> Tokenizer:
     if configure.model is None:
         return Tokenizer.of_bytes()
     return Tokenizer.load(configure.model, template=None if configure.template is None else Path(configure.template))
@@ -82,23 +82,23 @@ def _broken(model: str | None, problem: str) -> str:
     return f"{model}: its tokenizer or chat template {problem}; copy it again from where the model came from"
 
 
-class _Server(ForkServer):
+class _SandboxForks(ForkServer):
     def __init__(self, front: socket.socket, tokenizer: Tokenizer, jobs: tuple[Job, ...]) -> None:
         super().__init__(front)
         self._tokenizer = tokenizer
         self._jobs = jobs
-        front.send(encode(Loaded(tokenizer.digest)))
+        front.send(encode(ModelLoaded(tokenizer.digest)))
 
     def obey(self, order: bytes, descriptors: list[int]) -> None:
         match decode_command(order):
-            case Fork(key=key, memory=memory):
+            case ForkWorker(key=key, memory=memory):
                 with socket.socket(fileno=descriptors[0]) as ours:
                     self.fork(key, lambda: self._work(memory, ours))
-            case Kill(key=key):
+            case KillWorker(key=key):
                 self.kill(key)
 
     def ended(self, key: int, code: int) -> bytes:
-        return encode(Ended(key, code))
+        return encode(WorkerEnded(key, code))
 
     def _work(self, memory: int, ours: socket.socket) -> None:
         confine(memory)
@@ -106,15 +106,13 @@ class _Server(ForkServer):
 
 
 class _Worker:
-    """Takes a job, does it, answers."""
-
     def __init__(self, front: socket.socket, tokenizer: Tokenizer, jobs: tuple[Job, ...]) -> None:
         self._front = front
         self._tokenizer = tokenizer
         self._jobs = jobs
 
     def run(self) -> None:
-        """Until the front has closed the socket."""
+        """Runs until the front has closed the socket."""
         while head := self._read(HEADER.size):
             kind, size = HEADER.unpack(head)
             outcome, result = self._do(self._jobs[kind], self._read(size))
@@ -124,7 +122,7 @@ class _Worker:
     def _do(self, job: Job, payload: bytes) -> tuple[int, bytes]:
         try:
             result = job(self._tokenizer, payload)
-        except Refusal as error:
+        except JobRefused as error:
             return REFUSED, str(error).encode()
         except MemoryError:
             return REFUSED, b"takes more memory to process than is allowed"
@@ -133,7 +131,7 @@ class _Worker:
         return (DONE, result) if len(result) <= MAX_RESULT else (REFUSED, b"makes more than can be sent")
 
     def _read(self, size: int) -> bytes:
-        """So many bytes; fewer, where the front has gone."""
+        """Reads `size` bytes; fewer where the front has gone."""
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
@@ -151,7 +149,7 @@ def _found(kind: str) -> Job:
 
 
 def _silence() -> None:
-    """From here on what is to be told is told in messages. A library's own words may hold a prompt."""
+    """Silences standard output: from here on only messages report. A library's own words may hold a prompt."""
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)

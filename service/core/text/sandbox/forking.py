@@ -1,4 +1,4 @@
-"""The front's side of the fork server and of the workers that it forks."""
+"""Controls the fork server and its workers from the front."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.errors import EngineUnavailable, InvalidModel
 from service.core.text.sandbox.control import (
     HEADER,
     MAX_RESULT,
-    Configure,
-    Ended,
-    Fork,
-    Kill,
-    Loaded,
+    ConfigureSandbox,
+    ForkWorker,
+    KillWorker,
+    ModelLoaded,
+    ModelUnloadable,
     Report,
-    Unloadable,
+    WorkerEnded,
     decode_report,
     encode,
 )
@@ -38,8 +38,6 @@ _log = logging.getLogger(__name__)
 
 
 class Worker:
-    """The front's end of one worker."""
-
     def __init__(self, sock: socket.socket, kill: Callable[[], None]) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -49,7 +47,7 @@ class Worker:
         self.ended: asyncio.Future[int] = self._loop.create_future()  # exit code, or minus the signal
 
     async def exchange(self, kind: int, payload: bytes) -> tuple[int, bytes]:
-        """How the job ended, and what it made. Raises EOFError or OSError where the process dies."""
+        """Returns how the job ended, and its result. Raises EOFError or OSError where the process dies."""
         self._busy = True
         try:
             await self._loop.sock_sendall(self._socket, HEADER.pack(kind, len(payload)) + payload)
@@ -75,21 +73,20 @@ class Worker:
         self._kill()
 
     def end(self, code: int) -> None:
-        """It has gone."""
         if not self.ended.done():
             self.ended.set_result(code)
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Where nobody reads and nobody writes any more."""
+        """Closes the socket once neither side uses it."""
         if self.ended.done() and not self._busy:
             self._socket.close()
 
 
-class ForkServer:
-    """The fork server, started again where it dies."""
+class ForkServerSupervisor:
+    """Runs the fork server and restarts it where it dies."""
 
-    def __init__(self, configure: Configure) -> None:
+    def __init__(self, configure: ConfigureSandbox) -> None:
         self._configure = configure
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -105,7 +102,7 @@ class ForkServer:
         return () if self._process is None else (self._process.pid,)
 
     async def start(self) -> None:
-        """Raises InvalidModel."""
+        """Starts the fork server. Raises InvalidModel."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise(first), name="text processes")
         await asyncio.wait((first, self._task), return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +115,7 @@ class ForkServer:
             self._task = None
 
     async def fork(self, memory: int) -> Worker:
-        """A fresh worker. Raises EngineUnavailable where the fork server is not back soon."""
+        """Returns a fresh worker. Raises EngineUnavailable where the fork server is not back soon."""
         try:
             async with asyncio.timeout(_BACK_SECONDS):
                 await self._loaded.wait()
@@ -129,11 +126,11 @@ class ForkServer:
         key = self._last_key
         ours, theirs = socket.socketpair()
         with theirs:
-            worker = self._workers[key] = Worker(ours, lambda: self._send(Kill(key)))
-            self._send(Fork(key, memory), theirs.fileno())
+            worker = self._workers[key] = Worker(ours, lambda: self._send(KillWorker(key)))
+            self._send(ForkWorker(key, memory), theirs.fileno())
         return worker
 
-    def _send(self, command: Fork | Kill, *descriptors: int) -> None:
+    def _send(self, command: ForkWorker | KillWorker, *descriptors: int) -> None:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # then it has gone, and its workers with it
                 socket.send_fds(self._socket, [encode(command)], descriptors)
@@ -161,7 +158,7 @@ class ForkServer:
         return f"{problem}; copy it again from where the model came from"
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """One fork server from start to end; how it ended. Raises InvalidModel."""
+        """Runs one fork server from start to end and returns how it ended. Raises InvalidModel."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             process = self._process = _launch(theirs.fileno())
@@ -193,7 +190,7 @@ class ForkServer:
 
     def _begin(self, report: Report) -> None:
         match report:
-            case Loaded(digest=digest):
+            case ModelLoaded(digest=digest):
                 if self.digest and digest != self.digest:
                     raise InvalidModel(
                         f"{self._configure.model}: the tokenizer is another one now; start the server again"
@@ -201,13 +198,13 @@ class ForkServer:
                 self.digest = digest
                 self.served += 1
                 self._loaded.set()
-            case Unloadable(message=message):
+            case ModelUnloadable(message=message):
                 raise InvalidModel(message)
-            case Ended():
+            case WorkerEnded():
                 raise EOFError
 
     def _on_report(self, report: Report) -> None:
-        if isinstance(report, Ended) and (worker := self._workers.pop(report.key, None)) is not None:
+        if isinstance(report, WorkerEnded) and (worker := self._workers.pop(report.key, None)) is not None:
             worker.end(report.code)
 
     def _lose(self, process: subprocess.Popen[bytes]) -> None:
@@ -221,7 +218,7 @@ class ForkServer:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code, once it has gone. It has closed its socket, so that is a matter of milliseconds."""
+    """Waits for the exit code. The process has closed its socket, so that takes milliseconds."""
     while (code := process.poll()) is None:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.005)
     return code

@@ -1,6 +1,6 @@
-"""What a text process does: one function a kind of job, from bytes to bytes.
+"""Defines what a text process does: one function per kind of job, from bytes to bytes.
 
-A job gets the model's tokenizer and its payload. It raises Refusal where the caller's input is at fault.
+A job gets the model's tokenizer and its payload. It raises JobRefused where the caller's input is at fault.
 """
 
 from __future__ import annotations
@@ -23,20 +23,16 @@ KINDS = {
 _WORD = "I"  # 32 bits, unsigned: a token id
 
 
-class Refusal(Exception):
+class JobRefused(Exception):
     """The job cannot be done with this input. The text is safe to send to the caller."""
 
 
 class EncodeText(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of `encode`."""
-
     text: str
     most: int | None  # tokens; None: however many
 
 
 class EncodeChat(msgspec.Struct, frozen=True, array_like=True):
-    """Payload of `encode_chat`."""
-
     messages: tuple[ChatMessage, ...]
     options: ChatOptions
     most: int | None
@@ -48,22 +44,19 @@ pack = msgspec.msgpack.Encoder().encode
 
 
 def encode(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Text to ids."""
     job = _read_text(payload)
     return _bounded(tokenizer.encode(job.text), job.most)
 
 
 def encode_chat(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Messages to ids."""
     job = _read_chat(payload)
     try:
         return _bounded(tokenizer.encode_chat(job.messages, job.options, job.most), job.most)
     except ChatTemplateError as error:
-        raise Refusal(str(error)) from error
+        raise JobRefused(str(error)) from error
 
 
 def decode(tokenizer: Tokenizer, payload: bytes) -> bytes:
-    """Ids to UTF-8."""
     return tokenizer.decode(unpack_ids(payload)).encode()
 
 
@@ -79,5 +72,5 @@ def unpack_ids(data: bytes) -> array[int]:
 
 def _bounded(ids: list[int], most: int | None) -> bytes:
     if most is not None and len(ids) > most:
-        raise Refusal(too_long(len(ids), most + 1))
+        raise JobRefused(too_long(len(ids), most + 1))
     return pack_ids(ids)

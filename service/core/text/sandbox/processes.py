@@ -1,9 +1,9 @@
-"""Text processes: where tokenizing, chat templates and whatever else takes a caller's bytes apart is done, beside the
-event loop, under limits of time and memory.
+"""Runs tokenizing, chat templates and other parsing of callers' bytes beside the event loop, under limits of time and
+memory.
 
 To add a kind of job: write a function `(tokenizer, payload: bytes) -> bytes` in a module that imports neither gRPC nor
 torch; add a line `name: "module:function"` to `jobs.KINDS`; call `await processes.run("name", payload, deadline)`. The
-function raises `jobs.Refusal` with a sentence for the caller where the input is at fault.
+function raises `jobs.JobRefused` with a sentence for the caller where the input is at fault.
 
 Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
 It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
@@ -23,10 +23,10 @@ from pathlib import Path
 from engine.cores import usable_cores
 from engine.errors import DeadlineExceeded
 from service.core.errors import Overloaded, Reason
-from service.core.text.sandbox.control import DONE, REFUSED, Configure
-from service.core.text.sandbox.forking import RETRY, ForkServer, Worker
-from service.core.text.sandbox.jobs import KINDS, Refusal
-from service.core.text.turns import Turns
+from service.core.text.sandbox.control import DONE, REFUSED, ConfigureSandbox
+from service.core.text.sandbox.forking import RETRY, ForkServerSupervisor, Worker
+from service.core.text.sandbox.jobs import KINDS, JobRefused
+from service.core.text.turns import FairTurns
 
 SMALL = 64 * 2**10  # bytes of a payload
 _MOMENT = 0.1  # seconds that a job gets to end once its caller has gone
@@ -34,7 +34,7 @@ _LOAD_MEMORY = 768 * 2**20  # bytes; the largest vocabularies take less than hal
 
 
 class JobFailed(Exception):
-    """The process that did the job has a fault, or died of it. Says nothing of the input."""
+    """The worker has a defect or died of one. Does not blame the input."""
 
 
 class JobDied(JobFailed):
@@ -42,8 +42,8 @@ class JobDied(JobFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Of like processes and what waits for them."""
+class ProcessLimits:
+    """Limits of processes of one kind and of their queue."""
 
     processes: int
     seconds: float  # a job
@@ -54,34 +54,34 @@ class Limits:
 
 
 _CORES = usable_cores()
-SMALL_LIMITS = Limits(
+SMALL_LIMITS = ProcessLimits(
     processes=max(1, min(4, _CORES // 4)), seconds=5.0, memory=256 * 2**20, jobs=256, waiting=4 * 2**20
 )
-LARGE_LIMITS = Limits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
+LARGE_LIMITS = ProcessLimits(processes=1, seconds=30.0, memory=768 * 2**20, jobs=32, waiting=32 * 2**20)
 # One sender uses at most one of the two processes, so that a slow constraint delays no other sender's constraint. They
 # are apart from the pools of text jobs, which therefore never wait for a constraint.
-CONSTRAINT_LIMITS = Limits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
+CONSTRAINT_LIMITS = ProcessLimits(processes=2, seconds=3.0, memory=320 * 2**20, jobs=256, waiting=16 * 2**20, each=1)
 _APART = "constraint"  # the kind of job with processes of its own
 
 
 class TextProcesses:
-    """The processes of one server. Belongs to one event loop."""
+    """Holds the processes of one server. Used from one event loop."""
 
     def __init__(
         self,
         model: str | None,  # folder; None: bytes are tokens
         kinds: Mapping[str, str] = KINDS,
         *,
-        small: Limits = SMALL_LIMITS,
-        large: Limits = LARGE_LIMITS,
-        constraints: Limits = CONSTRAINT_LIMITS,
+        small: ProcessLimits = SMALL_LIMITS,
+        large: ProcessLimits = LARGE_LIMITS,
+        constraints: ProcessLimits = CONSTRAINT_LIMITS,
         refusals: Counter[str] | None = None,  # by reason
         template: Path | None = None,  # file instead of the model's chat templates
     ) -> None:
         counted = Counter[str]() if refusals is None else refusals
         self._numbers = {kind: number for number, kind in enumerate(kinds)}
-        self._server = ForkServer(
-            Configure(model, tuple(kinds.values()), _LOAD_MEMORY, None if template is None else str(template))
+        self._server = ForkServerSupervisor(
+            ConfigureSandbox(model, tuple(kinds.values()), _LOAD_MEMORY, None if template is None else str(template))
         )
         self._small = _Pool(self._server, small, counted)
         self._large = _Pool(self._server, large, counted)
@@ -89,12 +89,11 @@ class TextProcesses:
 
     @property
     def digest(self) -> str:
-        """Of the tokenizer that they have."""
         return self._server.digest
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the fork server; its children are the others."""
+        """Returns the fork server's pid; its children are the workers."""
         return self._server.pids
 
     async def start(self) -> None:
@@ -105,7 +104,7 @@ class TextProcesses:
     async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
         """Does one job; senders take turns. `deadline` is on the clock of time.monotonic.
 
-        Raises Refusal where the input is at fault, too much time or memory included; Overloaded, DeadlineExceeded,
+        Raises JobRefused where the input is at fault, excessive time or memory included; Overloaded, DeadlineExceeded,
         EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
         """
         pool = self._small if len(payload) <= SMALL else self._large
@@ -114,18 +113,17 @@ class TextProcesses:
         return await pool.run(self._numbers[kind], payload, deadline, sender)
 
     async def close(self) -> None:
-        """Kills them."""
         await self._server.close()
 
 
 class _Pool:
-    """Some processes, and the one queue for them."""
+    """Processes of one kind and the one queue for them."""
 
-    def __init__(self, server: ForkServer, limits: Limits, refusals: Counter[str]) -> None:
+    def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
         self._limits = limits
         self._refusals = refusals
-        self._turns = Turns(limits.processes, limits.each)
+        self._turns = FairTurns(limits.processes, limits.each)
         self._waiting = 0  # jobs
         self._bytes = 0  # theirs
         self._idle: list[Worker] = []
@@ -145,7 +143,6 @@ class _Pool:
             raise
 
     async def _wait(self, size: int, deadline: float | None, sender: str) -> None:
-        """For this job's turn."""
         if self._waiting >= self._limits.jobs or self._bytes + size > self._limits.waiting:
             self._refusals[Reason.TEXT_QUEUE] += 1
             raise Overloaded("too much text waits to be processed", Reason.TEXT_QUEUE, RETRY)
@@ -176,7 +173,7 @@ class _Pool:
             worker.kill()
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the deadline has passed") from None
-            raise Refusal(f"takes more than {self._limits.seconds:g} seconds to process") from None
+            raise JobRefused(f"takes more than {self._limits.seconds:g} seconds to process") from None
         except (EOFError, OSError):
             raise await self._death(worker) from None
         except BaseException:
@@ -186,17 +183,16 @@ class _Pool:
         if outcome == DONE:
             return result
         if outcome == REFUSED:
-            raise Refusal(result.decode())
+            raise JobRefused(result.decode())
         raise JobFailed(f"a text process met {result.decode()}")
 
     async def _death(self, worker: Worker) -> Exception:
-        """Why it answers no more. A library in Rust or C that gets no memory aborts."""
+        """Returns why the worker stopped answering. A library in Rust or C that gets no memory aborts."""
         code = await worker.ended
         if code == -signal.SIGABRT:
-            return Refusal("takes more memory to process than is allowed")
+            return JobRefused("takes more memory to process than is allowed")
         return JobDied(f"a text process ended with {code}")
 
 
 def _left(deadline: float | None) -> float | None:
-    """Seconds."""
     return None if deadline is None else deadline - time.monotonic()

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """For whoever runs the server.
+    """For operators of the server.
     """
 
     def __init__(self, channel):
@@ -78,7 +78,7 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """For whoever runs the server.
+    """For operators of the server.
     """
 
     def AbortGeneration(self, request, context):
@@ -118,7 +118,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Health says NOT_SERVING at once; `drain.delay` later no new request is taken. Waits for the live ones. The server
+        """Health reports NOT_SERVING at once; `drain.delay` later no new request is taken. Waits for the live ones. The server
         stays up, and keeps its connections; once begun, a drain goes on without this RPC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -192,7 +192,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """For whoever runs the server.
+    """For operators of the server.
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ from engine.scheduling.plan import Row, RowResult
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import PAGE_SIZE, EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from quant.checkpoint.config import parse_config
 from quant.checkpoint.tensors import dense_tensors
 
@@ -82,7 +82,7 @@ def save(folder: Path, family: str) -> Path:
     return folder
 
 
-def prepared_on_gpu(folder: Path, **changes: Any) -> Prepared:
+def prepared_on_gpu(folder: Path, **changes: Any) -> PreparedModel:
     settings = settings_of(folder, **changes)
     return prepare(settings, nobody)
 
@@ -96,7 +96,7 @@ def nobody(stage: str, done: int, total: int) -> None:
     """Watches."""
 
 
-def runner_of(prepared: Prepared, folder: Path, decoder: Any = "graph") -> ModelRunner:
+def runner_of(prepared: PreparedModel, folder: Path, decoder: Any = "graph") -> ModelRunner:
     return make_runner(settings_of(folder, decoder=decoder), prepared, nobody)
 
 

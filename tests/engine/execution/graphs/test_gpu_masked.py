@@ -23,7 +23,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 from tests.engine.execution.counting import FORCED, allowed, counting
 from tests.engine.execution.sampled_kinds import CONFIG, GAP, VOCABULARY, nobody, one_of_each
 from tests.engine.judged import judge
@@ -41,14 +41,14 @@ def requests(share: int) -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedModel:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return prepare(settings_of(folder), nobody, counting(VOCABULARY))
 
 
 @pytest.fixture(scope="module")
-def runner(prepared: Prepared) -> Iterator[ModelRunner]:
+def runner(prepared: PreparedModel) -> Iterator[ModelRunner]:
     made = make_runner(settings_of(), prepared, nobody)
     yield made
     made.close()
@@ -82,7 +82,7 @@ def generate(
     return found, ended
 
 
-def check(prepared: Prepared, request: GenerationRequest, ids: Items[int]) -> None:
+def check(prepared: PreparedModel, request: GenerationRequest, ids: Items[int]) -> None:
     assert len(ids) == TOKENS or ids[-1] == 4999
     within = partial(allowed, vocabulary=VOCABULARY, stops=(4999,)) if request.constraint is not None else None
     if within is not None:
@@ -94,7 +94,7 @@ def check(prepared: Prepared, request: GenerationRequest, ids: Items[int]) -> No
 @pytest.mark.parametrize("share", [1, 2, 8])
 @pytest.mark.parametrize("off", ["", "two_pass_head", "graphs"])
 def test_every_row_draws_within_its_own_mask(
-    runner: ModelRunner, prepared: Prepared, share: int, off: str, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, prepared: PreparedModel, share: int, off: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if off:
         runner.set_optimization(off, False)
@@ -121,7 +121,7 @@ def test_every_row_draws_within_its_own_mask(
         runner.set_optimization(off, True)
 
 
-def test_more_rows_than_a_step_has_halves_for(runner: ModelRunner, prepared: Prepared) -> None:
+def test_more_rows_than_a_step_has_halves_for(runner: ModelRunner, prepared: PreparedModel) -> None:
     asked = [replace(one, request_id=f"{n} {one.request_id}") for n in range(2) for one in requests(3)][:12]
     found, _ = generate(runner, asked, 400)
     for request in asked:

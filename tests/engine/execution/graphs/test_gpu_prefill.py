@@ -24,7 +24,7 @@ from engine.model.layers.many_tokens import why_not
 from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, prepare
+from engine.worker.build import PreparedModel, prepare
 from quant.checkpoint.config import parse_config
 from quant.checkpoint.tensors import dense_tensors
 from tests.engine.stepped import holding, known, put
@@ -61,7 +61,7 @@ def watch(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def prepared(folder: Path, family: str, dtype: Any = "bfloat16", **changes: Any) -> Prepared:
+def prepared(folder: Path, family: str, dtype: Any = "bfloat16", **changes: Any) -> PreparedModel:
     config = {**BASE, **FAMILIES[family], **changes}
     if not (folder / "config.json").exists():
         (folder / "config.json").write_text(json.dumps(config))

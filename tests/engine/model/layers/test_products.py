@@ -26,7 +26,7 @@ from engine.model.layers.products import Products
 from engine.model.norm import RmsNorm
 from engine.model.weights import Layer
 from engine.settings import EngineSettings
-from engine.worker.build import Prepared, make_runner, prepare
+from engine.worker.build import PreparedModel, make_runner, prepare
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,7 +44,7 @@ def watch(name: str, done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def prepared(folder: Path) -> tuple[EngineSettings, Prepared]:
+def prepared(folder: Path) -> tuple[EngineSettings, PreparedModel]:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     settings = EngineSettings(model=str(folder), device="cpu", load_format="dummy", max_sequences=2, threads=1)
     return settings, prepare(settings, watch)

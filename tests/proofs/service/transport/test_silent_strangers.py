@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.floods import HALF_A_HANDSHAKE, HALF_A_PREFACE, HTTP2, NOTHING, Strangers
+from bench.floods import HALF_A_HANDSHAKE, HALF_A_PREFACE, HTTP2, NOTHING, IdleConnections
 from tests.service.certificates import HERE, Authority, private_key, write_pair
 from tests.service.conftest import Server, ask, ask_stream
 
@@ -98,7 +98,7 @@ def attacked(server: Server, port: str, said: bytes, authority: bytes | None = N
     reader = Reader(server, authority)
     reader.start()
     of_port = None if port == "health" else authority
-    with Strangers(address, ATTACKS[port], said, tls=tls) as strangers:
+    with IdleConnections(address, ATTACKS[port], said, tls=tls) as strangers:
         strangers.wait()
         failed = []
         for _ in range(PROBES):

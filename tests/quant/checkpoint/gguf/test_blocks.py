@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from quant.checkpoint.errors import BadTensor
 from quant.checkpoint.forms import Int4Groups, Int4Minima, Int8Rows, stack_rows
-from quant.checkpoint.gguf.blocks import Costs, dequantize, read_gguf, widened
+from quant.checkpoint.gguf.blocks import StorageCosts, dequantize, read_gguf, widened
 from quant.checkpoint.gguf.kinds import KINDS, OTHERS
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.spec import GgufForm, GgufSpec
@@ -53,7 +53,7 @@ def bits(numbers: np.ndarray | torch.Tensor) -> np.ndarray:
 
 
 def read(
-    kind: str, raw: np.ndarray, exact: bool = True, costs: Costs | None = None
+    kind: str, raw: np.ndarray, exact: bool = True, costs: StorageCosts | None = None
 ) -> Int4Groups | Int4Minima | Int8Rows:
     source = Raw(f"layer.{kind.lower()}", torch.from_numpy(raw))
     return read_gguf(source, "layer", GgufSpec({"layer": kind}, exact), COLUMNS, len(raw), costs)
@@ -86,7 +86,7 @@ def test_four_bits_lose_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q6_K", "Q8_0"])
 def test_eight_bits_are_those_of_the_numbers_and_say_what_was_lost(kind: str) -> None:
-    raw, costs = blocks(kind, (ROWS, COLUMNS), 3), Costs()
+    raw, costs = blocks(kind, (ROWS, COLUMNS), 3), StorageCosts()
     weight = read(kind, raw, costs=costs)
     plain = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType[kind]))
     expected = round_rows(plain)
@@ -118,7 +118,7 @@ def test_forms_by_kind() -> None:
 def test_widened_numbers_are_rounded_once(dtype: torch.dtype) -> None:
     raw = blocks("Q8_0", (ROWS, COLUMNS), 5)
     plain = torch.from_numpy(gguf.dequantize(raw, GGMLQuantizationType.Q8_0))
-    costs = Costs()
+    costs = StorageCosts()
     found = widened("Q8_0", torch.from_numpy(raw), COLUMNS, dtype, costs)
     assert torch.equal(found, plain.to(dtype))
     assert str(costs).endswith(" MiB, 0.00 % of their size lost)") == (dtype == torch.float32)

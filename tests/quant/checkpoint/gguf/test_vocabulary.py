@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from quant.checkpoint.errors import BadFile
 from quant.checkpoint.fields import Fields
 from quant.checkpoint.gguf import sentencepiece
-from quant.checkpoint.gguf.vocabulary import Vocabulary, vocabulary_of
+from quant.checkpoint.gguf.vocabulary import GgufVocabulary, vocabulary_of
 from tests.quant.gguf_files import SIZES, add_tokenizer, begun
 
 TEXTS = [
@@ -88,14 +88,14 @@ def fields_of(path: Path) -> Fields:
     return Fields(read_header(path).metadata, str(path))
 
 
-def finished(writer: GGUFWriter, path: Path) -> Vocabulary:
+def finished(writer: GGUFWriter, path: Path) -> GgufVocabulary:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
     return vocabulary_of(fields_of(path), None)
 
 
-def backend(vocabulary: Vocabulary) -> Tokenizer:
+def backend(vocabulary: GgufVocabulary) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(vocabulary.tokenizer))
 
 

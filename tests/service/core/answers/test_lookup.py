@@ -16,15 +16,15 @@ from cache.api import (
     Mode,
     Question,
     SemanticLookup,
-    Turn,
+    SemanticTurn,
     Verdict,
 )
 from engine.api import GREEDY, GenerationRequest, Stopping
-from service.core.answers.lookup import AnswerSources, Findings
+from service.core.answers.lookup import AnswerSources, CacheFindings
 from service.core.request import Access, CacheUse, ChatMessage, ChatPrompt, Origin
 
 QUESTION = Question(tenant="t", token_ids=(1,), parameters=(), max_tokens=9, deterministic=True)
-TURN = Turn(question=QUESTION, context=b"", text="How do I sell a used car?", greedy=True)
+TURN = SemanticTurn(question=QUESTION, context=b"", text="How do I sell a used car?", greedy=True)
 BOTH, NONE = Access(True, True), Access(False, False)
 
 
@@ -48,7 +48,7 @@ class Asked:
         self.calls.append("get")
         return self.hit
 
-    def begin(self, turn: Turn) -> Any:
+    def begin(self, turn: SemanticTurn) -> Any:
         self.calls.append("begin")
         return lambda: self.calls.append("give up")
 
@@ -58,7 +58,7 @@ class Asked:
     async def partition(self, tenant: str, allowance: Allowance) -> str:
         return tenant
 
-    async def lookup(self, turn: Turn, allowance: Allowance) -> SemanticLookup:
+    async def lookup(self, turn: SemanticTurn, allowance: Allowance) -> SemanticLookup:
         self.calls.append("lookup")
         self.turn = turn
         return SemanticLookup(verdict=Verdict.EMPTY)
@@ -91,7 +91,7 @@ async def test_the_semantic_cache_is_told_which_token_asks() -> None:
     assert (caches.turn.question.tenant, caches.turn.caller) == ("acme", "token 7")
 
 
-async def look(caches: Any, mode: Mode, use: CacheUse) -> Findings:
+async def look(caches: Any, mode: Mode, use: CacheUse) -> CacheFindings:
     """Asks `caches` for the answer to a chat of one greedy question."""
     unused: Any = None
     kept: Any = SimpleNamespace(semantic_mode=mode, now=lambda: caches)

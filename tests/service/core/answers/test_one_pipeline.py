@@ -25,7 +25,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import CacheSource, CacheUse, Delivery, Ending, Origin, Output, PromptFacts, Request, Stops
 from service.core.request import TokenPrompt as Prompt
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text import Tokenizer
 from service.core.text.sandbox.processes import TextProcesses
 from tests.properties import example_count
@@ -204,7 +204,7 @@ class Front:
         self.engine = ScriptedEngine(case.script)
         self.model = ServedModel("m", Tokenizer.of_bytes(), self.engine, TextProcesses(None))
         self.caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), self.engine, "")
-        switches = Switches(OptimizationOptions(response_cache=cached, semantic_cache=False), self.engine)
+        switches = OptimizationSwitches(OptimizationOptions(response_cache=cached, semantic_cache=False), self.engine)
         self.admission = Admission(LimitOptions(), lambda: 8)
         sources = AnswerSources(self.model, self.engine, self.caches, switches, self.admission.slots)
         self.generator = Generator(self.model, sources, self.admission)
@@ -319,7 +319,7 @@ def crowd(front: Front, count: int) -> list[Ticket]:
 
 @pytest.mark.parametrize("cached", [False, True])
 async def test_while_many_are_served_what_came_together_goes_together(cached: bool) -> None:
-    case = replace(PLAIN, sizes=(2, 1), delivery=Delivery(1, 0.0, company=0.05))
+    case = replace(PLAIN, sizes=(2, 1), delivery=Delivery(1, 0.0, coalescing_delay=0.05))
     for others, sizes in ((MANY - 1, [1] * 6), (MANY, [2, 1, 3])):
         front = Front(case, cached)
         crowd(front, others)
@@ -335,7 +335,7 @@ async def test_a_stored_answer_is_cut_when_the_crowd_has_gone_meanwhile() -> Non
     case = replace(PLAIN, sizes=(6,), delivery=Delivery(9, FOREVER))
     front = Front(case, cached=True)
     await front.read(case.request, "first")
-    elastic = structs.replace(case.request, delivery=Delivery(1, 0.0, company=0.05))
+    elastic = structs.replace(case.request, delivery=Delivery(1, 0.0, coalescing_delay=0.05))
     assert numbers(await stored(front, elastic)) == [1] * 6
     others = crowd(front, MANY)
     assert numbers(await front.read(elastic, "r")) == [6]

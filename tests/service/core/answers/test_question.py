@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
-from cache.api import Turn
+from cache.api import SemanticTurn
 from service.core.answers.question import turn_of
 from service.core.request import ChatPrompt
 from service.core.text import NO_OPTIONS, ChatMessage, ToolCall
@@ -18,7 +18,7 @@ LAST = ChatMessage("user", "How do I sell a used car?")
 QUESTION: Any = None
 
 
-def turn(*messages: ChatMessage, **options: Any) -> Turn | None:
+def turn(*messages: ChatMessage, **options: Any) -> SemanticTurn | None:
     prompt = ChatPrompt((*messages, LAST), replace(NO_OPTIONS, **options))
     return turn_of(structs.replace(read(pb.GenerateRequest()), prompt=prompt), QUESTION, "", False)
 

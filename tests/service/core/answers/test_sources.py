@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from msgspec.structs import replace
 
-from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, Refused, Unfinished
+from cache.api import BEGUN, AnswerEnding, AnswerPart, CachedCompletion, LeaderRefused, Unfinished
 from engine.api import Finish, FinishReason, Priority, Start, TokenEvents
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
 from engine.fake import plain_request
 from service.config.settings import LimitOptions
 from service.core.admission.admission_slots import AdmissionSlots
-from service.core.answers.delivery import MANY, MOST, company
+from service.core.answers.delivery import MANY, MOST, coalescing_delay
 from service.core.answers.engine_answer import EngineAnswer
 from service.core.answers.sources import SharedAnswer
 from service.core.request import Delivery
@@ -34,7 +34,7 @@ class Made:
         script: Script,
         stops: tuple[str, ...] = (),
         batch: Delivery | None = None,
-        company: Callable[[float], float] | None = None,
+        coalescing_delay: Callable[[float], float] | None = None,
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self.engine = ScriptedEngine(script)
@@ -47,7 +47,7 @@ class Made:
             lambda: self.slots.take(Priority.NORMAL, 1, None),
             lambda: Detokenizer(Tokenizer.of_bytes(), stops),
             self.whole.append,
-            company=company,
+            coalescing_delay=coalescing_delay,
         )
 
     async def parts(self) -> list[AnswerPart]:
@@ -100,23 +100,31 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
 
 async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while_many_run() -> None:
     running = iter([MANY, MANY + 1, 256, 100_000, 3])
-    asked = Delivery(1, 0.0, company=0.05)
-    made = Made(events(*[b"a"] * 6), batch=asked, company=lambda most: company(next(running), most, False))
+    asked = Delivery(1, 0.0, coalescing_delay=0.05)
+    made = Made(
+        events(*[b"a"] * 6), batch=asked, coalescing_delay=lambda most: coalescing_delay(next(running), most, False)
+    )
     await made.parts()
     first, *later = made.engine.stream.batched
     assert first == (1, 0.0)
-    assert [delay for _, delay in later] == [company(n, 0.05, False) for n in (MANY, MANY + 1, 256, 100_000, 3)]
+    assert [delay for _, delay in later] == [
+        coalescing_delay(n, 0.05, False) for n in (MANY, MANY + 1, 256, 100_000, 3)
+    ]
     assert [tokens for tokens, _ in later] == [1, MOST, MOST, MOST, 1]
-    calm, stormed = ([company(n, 1.0, storm) for n in (MANY, MANY + 1, 256, 100_000)] for storm in (False, True))
+    calm, stormed = (
+        [coalescing_delay(n, 1.0, storm) for n in (MANY, MANY + 1, 256, 100_000)] for storm in (False, True)
+    )
     assert calm == sorted(calm)
     assert 0 == calm[0] == stormed[0]
     assert all(short < long <= 0.2 for short, long in zip(calm[1:], stormed[1:], strict=True))
-    assert company(256, 0.01, False) == company(256, 0.01, True) == 0.01, "no longer than the caller lets it"
+    assert coalescing_delay(256, 0.01, False) == coalescing_delay(256, 0.01, True) == 0.01, (
+        "no longer than the caller lets it"
+    )
     made = Made(events(*[b"a"] * 6), batch=Delivery(1, 0.0))
     await made.parts()
     assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"
-    lively = Delivery(1, 0.0, company=0.05)
-    made = Made(events(*[b"a"] * 6), batch=lively, company=lambda most: most, priority=Priority.INTERACTIVE)
+    lively = Delivery(1, 0.0, coalescing_delay=0.05)
+    made = Made(events(*[b"a"] * 6), batch=lively, coalescing_delay=lambda most: most, priority=Priority.INTERACTIVE)
     await made.parts()
     assert set(made.engine.stream.batched) == {(1, 0.0)}, "nor does who is watched wait for company"
 
@@ -158,7 +166,7 @@ async def test_a_source_that_says_nothing_beforehand_loses_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(Refused(DeadlineExceeded("late")), DeadlineExceeded), (Unfinished("half"), EngineUnavailable)],
+    [(LeaderRefused(DeadlineExceeded("late")), DeadlineExceeded), (Unfinished("half"), EngineUnavailable)],
 )
 async def test_what_the_source_meets_reaches_the_caller_in_the_engines_words(
     error: Exception, expected: type[Exception]

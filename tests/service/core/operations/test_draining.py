@@ -8,7 +8,7 @@ import pytest
 
 from service.config.settings import LimitOptions
 from service.core.admission.admission import Admission
-from service.core.errors import Draining, Stopping
+from service.core.errors import Draining, ShuttingDown
 from service.core.operations.draining import Drain
 
 LONG = 3600.0
@@ -89,6 +89,6 @@ async def test_the_end_of_the_process_cannot_be_undone() -> None:
     _, drain = make(LONG)
     drain.begin()
     drain.begin(for_good=True)
-    with pytest.raises(Stopping):
+    with pytest.raises(ShuttingDown):
         drain.undo()
     assert drain.begun

@@ -21,7 +21,7 @@ from service.config.settings import BadSettings, Settings
 from service.config.sources import load
 from service.core.answers.caches import AnswerCaches
 from service.core.operations.reloading import LIVE_CACHE, Reloader
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from tests.service.scripted import ScriptedEngine
 
 PATIENCE = 60.0  # seconds after which a test that waits has failed
@@ -53,7 +53,7 @@ class Followed:
 
     file: Path
     engine: Engine
-    switches: Switches
+    switches: OptimizationSwitches
     caches: AnswerCaches
     reloader: Reloader
     counts: Counter[str]
@@ -78,7 +78,7 @@ async def following(file: Path, *flags: str) -> AsyncIterator[Followed]:
     file.write_text(START)  # noqa: ASYNC240 - nobody waits
     line = [f"--config={file}", *flags]
     settings, engine = load(line, {}), Engine()
-    switches = Switches(settings.optimizations, engine)
+    switches = OptimizationSwitches(settings.optimizations, engine)
     caches = AnswerCaches(settings.cache, engine, "")
     caches.now()
     counts = Counter[str]()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from service.core.parsing.answer import MAX_HELD, AnswerParser, CallDelta, Parsed, whole_calls
 from service.core.parsing.calls import ARGS, CALL_ID, CallParser
 from service.core.parsing.formats import HERMES, LLAMA, MISTRAL
-from service.core.parsing.json_text import JsonValue, Step
+from service.core.parsing.json_text import JsonStep, JsonValue
 from service.core.parsing.reasoning import ReasoningSplitter
 from tests.properties import example_count
 
@@ -272,11 +272,11 @@ def test_what_is_held_back_is_bounded(endless: str) -> None:
     assert given_out > 30_000
 
 
-def fed(text: str) -> Step:
-    step, made = Step.MORE, JsonValue()
+def fed(text: str) -> JsonStep:
+    step, made = JsonStep.MORE, JsonValue()
     for char in text:
         step = made.step(char)
-        if step is not Step.MORE:
+        if step is not JsonStep.MORE:
             break
     return step
 
@@ -294,7 +294,7 @@ def test_json_is_read_to_its_end(made: Any, ascii_only: bool, indent: int | None
     text = json.dumps([made], ensure_ascii=ascii_only, indent=indent)
     if not any("\ud800" <= char <= "\udfff" for char in text):
         states = JsonValue()
-        assert [states.step(char) for char in text] == [Step.MORE] * (len(text) - 1) + [Step.LAST]
+        assert [states.step(char) for char in text] == [JsonStep.MORE] * (len(text) - 1) + [JsonStep.LAST]
 
 
 @given(st.text(st.sampled_from('{}[]",:\\/ \n0123456789eE+-.truefalsnlbx'), max_size=12))
@@ -306,12 +306,12 @@ def test_json_is_what_python_takes_for_it(text: str) -> None:
     except ValueError:
         sound = False
     made = JsonValue()
-    steps: list[Step] = []
+    steps: list[JsonStep] = []
     for char in f"[{text}]":
         steps.append(made.step(char))
-        if steps[-1] is not Step.MORE:
+        if steps[-1] is not JsonStep.MORE:
             break
-    assert (len(steps) == len(text) + 2 and steps[-1] is Step.LAST) == sound
+    assert (len(steps) == len(text) + 2 and steps[-1] is JsonStep.LAST) == sound
 
 
 def _refuse(name: str) -> None:
@@ -320,6 +320,7 @@ def _refuse(name: str) -> None:
 
 def test_numbers_end_before_what_is_not_theirs() -> None:
     assert [fed(text) for text in ("12,", "-0.5e+3}", "1.", "-", "01", "1e,", "true", "nul,", '"a"', '"\\u12g')] == [
-        Step.BEYOND, Step.BEYOND, Step.MORE, Step.MORE, Step.BEYOND, Step.WRONG, Step.LAST, Step.WRONG, Step.LAST,
-        Step.WRONG,
+        JsonStep.BEYOND, JsonStep.BEYOND, JsonStep.MORE, JsonStep.MORE, JsonStep.BEYOND, JsonStep.WRONG, JsonStep.LAST,
+        JsonStep.WRONG, JsonStep.LAST,
+        JsonStep.WRONG,
     ]  # fmt: skip

@@ -17,7 +17,7 @@ import pytest
 from engine.errors import InvalidModel
 from service.core.text import NO_OPTIONS, ChatMessage, ChatOptions, Tokenizer
 from service.core.text.files import MAX_BYTES
-from service.core.text.sandbox.jobs import EncodeChat, EncodeText, Refusal, pack
+from service.core.text.sandbox.jobs import EncodeChat, EncodeText, JobRefused, pack
 from service.core.text.sandbox.processes import SMALL_LIMITS, JobFailed, TextProcesses
 
 DEMO = Path("models/demo")
@@ -104,7 +104,7 @@ async def test_constants_are_folded_and_rendered_under_a_limit(model: Path, temp
     change(model / "tokenizer_config.json", lambda value: value.update(chat_template=template))
     processes = TextProcesses(str(model))
     await processes.start()
-    with pytest.raises(Refusal, match="more memory"):
+    with pytest.raises(JobRefused, match="more memory"):
         await processes.run("encode_chat", pack(EncodeChat((ChatMessage("user", "x"),), NO_OPTIONS, None)))
     await processes.close()
     tokenizer = Tokenizer.load(model, only_plain=True)  # as the front does
@@ -138,6 +138,6 @@ async def test_tools_make_no_template_longer_than_its_limits(model: Path) -> Non
         change(model / "tokenizer_config.json", lambda value, text=template: value.update(chat_template=text))
         processes = TextProcesses(str(model), small=replace(SMALL_LIMITS, seconds=seconds))
         await processes.start()
-        with pytest.raises(Refusal, match=limit):
+        with pytest.raises(JobRefused, match=limit):
             await processes.run("encode_chat", pack(EncodeChat((ChatMessage("user", "x"),), tools, None)))
         await processes.close()

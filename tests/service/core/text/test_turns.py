@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from service.core.text.turns import Turns
+from service.core.text.turns import FairTurns
 
 
 async def settled() -> None:
@@ -16,7 +16,7 @@ async def settled() -> None:
 
 
 async def test_senders_take_turns() -> None:
-    turns, order = Turns(1), ""
+    turns, order = FairTurns(1), ""
     await turns.acquire("busy")
 
     async def job(sender: str) -> None:
@@ -34,7 +34,7 @@ async def test_senders_take_turns() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
-    draw, turns, at_once, most = random.Random(seed), Turns(2), 0, 0
+    draw, turns, at_once, most = random.Random(seed), FairTurns(2), 0, 0
 
     async def job(sender: str) -> None:
         nonlocal at_once, most
@@ -66,7 +66,7 @@ async def test_no_turn_is_lost_by_those_who_give_up(seed: int) -> None:
 
 
 async def test_one_sender_has_no_more_than_its_share() -> None:
-    turns = Turns(3, each=2)
+    turns = FairTurns(3, each=2)
     greedy = [asyncio.create_task(turns.acquire("a")) for _ in range(3)]
     await settled()
     assert [one.done() for one in greedy] == [True, True, False]

@@ -18,7 +18,7 @@ from service.observability.scrape import MetricsPort
 from service.pb.whippet.v1 import admin_pb2, generation_pb2
 from service.protocols.console.calls import MAX_VALUES, parsed
 from service.protocols.console.site import Console
-from service.protocols.console.state import State
+from service.protocols.console.state import ConsoleState
 from service.protocols.seam import UseCases
 from service.protocols.whippet_v1.rights import ADMIN, GENERATION
 from service.transport.call.auth import ALL_RIGHTS, Caller, NoTokens, Presented, Right, Rights
@@ -363,7 +363,7 @@ class Tokens:
 
 
 async def test_the_state_is_for_those_who_may_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "_read", lambda self: {})
+    monkeypatch.setattr(ConsoleState, "_read", lambda self: {})
     async with console(guard=Tokens()) as port:
         answer = await exchange(port, get("/api/state", OURS))
         assert status(answer) == 401
@@ -374,7 +374,7 @@ async def test_the_state_is_for_those_who_may_look(monkeypatch: pytest.MonkeyPat
 
 async def test_a_page_that_polls_is_answered_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other requests come between, in pieces or at once, and where the token has expired meanwhile."""
-    monkeypatch.setattr(State, "_read", lambda self: {})
+    monkeypatch.setattr(ConsoleState, "_read", lambda self: {})
     guard = Tokens()
     look = get("/api/state", OURS, "Authorization: Bearer generate", last=False)
     shown = {"rights": ["generate"], "state": None}
@@ -405,7 +405,7 @@ async def test_a_page_that_polls_is_answered_anew_each_time(monkeypatch: pytest.
 
 def test_the_state_is_made_once_a_second_for_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     now, made = [0.0], []
-    state = State(cast(UseCases, None), lambda: now[0])
+    state = ConsoleState(cast(UseCases, None), lambda: now[0])
     monkeypatch.setattr(state, "_read", lambda: made.append(now[0]) or {"number": len(made)})
     everything, generate = ALL_RIGHTS, frozenset((Right.GENERATE,))
     assert len({state.json(everything) for _ in range(50)}) == 1

@@ -21,7 +21,7 @@ from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.parsing.formats import HERMES, LLAMA, MISTRAL, choose
 from service.core.request import ModelFacts, Origin, Prompt
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text import Tokenizer
 from service.core.text.chat import ChatTemplate
 from service.core.text.pieces import byte_letters
@@ -71,7 +71,7 @@ class Front:
         self.model = Model("m", of, engine, TextProcesses(None), choose(ChatSettings(), of))
         self.model.prompt = tuple(of.encode(prompt))
         self.caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
-        switches = Switches(OptimizationOptions(response_cache=cached, semantic_cache=False), engine)
+        switches = OptimizationSwitches(OptimizationOptions(response_cache=cached, semantic_cache=False), engine)
         admission = Admission(LimitOptions(), lambda: 8)
         sources = AnswerSources(self.model, engine, self.caches, switches, admission.slots)
         tokenization = Tokenization(self.model, admission)

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from service.pb.whippet.v1 import generation_pb2 as pb
-from service.protocols.wishes import MAX_CONSTRAINT
+from service.protocols.sampling_fields import MAX_CONSTRAINT
 from tests.service.conftest import Server, ask, ask_stream, refused
 
 pytestmark = pytest.mark.product

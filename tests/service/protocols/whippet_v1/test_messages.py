@@ -32,7 +32,7 @@ from service.core.errors import StreamStalled
 from service.core.generation import Generator
 from service.core.model import ServedModel
 from service.core.request import Origin
-from service.core.switches import Switches
+from service.core.switches import OptimizationSwitches
 from service.core.text import Tokenizer
 from service.core.text.sandbox.processes import TextProcesses
 from service.core.tokenization import Tokenization
@@ -84,7 +84,7 @@ def generator_of(engine: ScriptedEngine, admission: Admission) -> Generator:
     """Without caches."""
     model = model_of(engine)
     caches = AnswerCaches(CacheOptions(semantic=SemanticOptions(mode=Mode.OFF)), engine, "")
-    switches = Switches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
+    switches = OptimizationSwitches(OptimizationOptions(response_cache=False, semantic_cache=False), engine)
     return Generator(model, AnswerSources(model, engine, caches, switches, admission.slots), admission)
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from engine.api import Priority, SamplingParams
 from service.core.errors import InvalidRequest
 from service.core.model import resolve_defaults
-from service.core.request import COMPANY, ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
+from service.core.request import COALESCING_DELAY, ChatPrompt, Delivery, ModelFacts, Request, TextPrompt, TokenPrompt
 from service.core.text import ChatMessage, SamplingDefaults
 from service.pb.whippet.v1 import generation_pb2 as pb
 from service.protocols.bodies import decode
+from service.protocols.sampling_fields import SamplingFields
 from service.protocols.whippet_v1.parse import read_generation
 from service.protocols.whippet_v1.render import put_sampling
-from service.protocols.wishes import SamplingWish
 
 DEFAULTS = SamplingParams(
     temperature=0.6,
@@ -151,13 +151,13 @@ def test_stop_tokens_include_the_models_own_unless_ignored() -> None:
 
 
 def test_delivery_defaults() -> None:
-    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, company=COMPANY)
+    assert read(pb.GenerateRequest()).delivery == Delivery(1, 0.0, coalescing_delay=COALESCING_DELAY)
     one = pb.DeliveryOptions(max_tokens_per_message=1)
     assert read(pb.GenerateRequest(delivery=one)).delivery == Delivery(1, 0.0)
     late = pb.DeliveryOptions(max_delay=Duration(seconds=1))
-    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, company=COMPANY)
+    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 1.0, coalescing_delay=COALESCING_DELAY)
     late.max_delay.FromMilliseconds(10)
-    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 0.01, company=0.01), (
+    assert read(pb.GenerateRequest(delivery=late)).delivery == Delivery(1, 0.01, coalescing_delay=0.01), (
         "who sets a delay gets it"
     )
     many = pb.DeliveryOptions(max_tokens_per_message=8)
@@ -230,4 +230,4 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
 
 def test_a_wish_has_the_fields_of_its_message() -> None:
     """It is made of whatever is set there."""
-    assert set(SamplingWish.__struct_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)
+    assert set(SamplingFields.__struct_fields__) == set(pb.SamplingOptions.DESCRIPTOR.fields_by_name)

@@ -16,7 +16,7 @@ from engine import errors as engine_errors
 from service.core import errors
 from service.core.errors import InvalidRequest, Violation
 from service.protocols.whippet_v1.services import RESOURCES
-from service.transport.call.status import Failure, failure_of
+from service.transport.call.status import RpcFailure, failure_of
 
 C = grpc.StatusCode
 EXPECTED = {
@@ -28,7 +28,7 @@ EXPECTED = {
     errors.Overloaded("m", "QUEUE_FULL", 0.25): (C.RESOURCE_EXHAUSTED, {"ErrorInfo", "RetryInfo"}),
     errors.CacheUnavailable("m", 1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
     errors.Draining(1.0): (C.UNAVAILABLE, {"ErrorInfo", "RetryInfo"}),
-    errors.Stopping(): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
+    errors.ShuttingDown(): (C.FAILED_PRECONDITION, {"ErrorInfo"}),
     errors.Unauthenticated("m", "TOKEN_UNKNOWN"): (C.UNAUTHENTICATED, {"ErrorInfo"}),
     errors.PermissionDenied(("view", "admin")): (C.PERMISSION_DENIED, {"ErrorInfo"}),
     errors.StreamStalled("m"): (C.ABORTED, {"ErrorInfo"}),
@@ -57,7 +57,7 @@ KINDS = {
 }
 
 
-def details(failure: Failure) -> dict[str, object]:
+def details(failure: RpcFailure) -> dict[str, object]:
     packed = dict(failure.trailers).get("grpc-status-details-bin")
     if packed is None:
         return {}

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from service.transport.port.http1 import MAX_BODY, Exchange, Refused, Request, head, parse_head, response
+from service.transport.port.http1 import MAX_BODY, Exchange, RequestHead, RequestRefused, head, parse_head, response
 
 
 def exchange(headers: dict[str, str], body: bytes = b"") -> Exchange:
@@ -16,22 +16,22 @@ def exchange(headers: dict[str, str], body: bytes = b"") -> Exchange:
     reader.feed_eof()
     writer = MagicMock()
     writer.get_extra_info.return_value = None
-    return Exchange(Request("POST", "/", headers), reader, writer, MagicMock())
+    return Exchange(RequestHead("POST", "/", headers), reader, writer, MagicMock())
 
 
 @pytest.mark.parametrize(
     ("head", "expected"),
     [
-        (b"GET /a?b=c HTTP/1.1\r\nHost: X\r\n\r\n", Request("GET", "/a", {"host": "X"}, True)),
-        (b"GET / HTTP/1.1\r\nA: 1\r\na:2\r\n\r\n", Request("GET", "/", {"a": "1, 2"}, True)),
-        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", Request("GET", "/", {"connection": "Close"})),
-        (b"GET / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", Request("GET", "/", {"content-length": "0"})),
-        (b"GET\r\nno colon\r\n\r\n", Request("GET", "", {})),
-        (b"\r\n\r\n", Request("", "", {})),
-        (b"\xff\xfe / x\r\nA: \xe9\r\n\r\n", Request("ÿþ", "/", {"a": "é"})),
+        (b"GET /a?b=c HTTP/1.1\r\nHost: X\r\n\r\n", RequestHead("GET", "/a", {"host": "X"}, True)),
+        (b"GET / HTTP/1.1\r\nA: 1\r\na:2\r\n\r\n", RequestHead("GET", "/", {"a": "1, 2"}, True)),
+        (b"GET / HTTP/1.1\r\nConnection: Close\r\n\r\n", RequestHead("GET", "/", {"connection": "Close"})),
+        (b"GET / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", RequestHead("GET", "/", {"content-length": "0"})),
+        (b"GET\r\nno colon\r\n\r\n", RequestHead("GET", "", {})),
+        (b"\r\n\r\n", RequestHead("", "", {})),
+        (b"\xff\xfe / x\r\nA: \xe9\r\n\r\n", RequestHead("ÿþ", "/", {"a": "é"})),
     ],
 )
-def test_heads(head: bytes, expected: Request) -> None:
+def test_heads(head: bytes, expected: RequestHead) -> None:
     assert parse_head(head) == expected
 
 
@@ -54,7 +54,7 @@ async def test_a_body_has_its_length() -> None:
     ],
 )
 async def test_bodies_that_are_not_read(headers: dict[str, str], status: int) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         await exchange(headers, b"abc").body()
     assert refused.value.status == status
 

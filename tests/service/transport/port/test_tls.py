@@ -241,7 +241,7 @@ def test_certificates_stand_for_tenants(serve: Serve, tmp_path: Path) -> None:
         assert outcome("batch", "generate", metadata=(("authorization", "Bearer wrong"),)) == "TOKEN_UNKNOWN"
 
 
-def shown(address: str) -> bytes:
+def identification(address: str) -> bytes:
     """The certificate that a new connection is shown, as DER."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -296,19 +296,19 @@ def test_certificates_change_under_60_streams(serve: Serve, tmp_path: Path) -> N
         write_pair(tmp_path, "server", second)
         one.process.send_signal(signal.SIGHUP)
         for address in (one.data, one.admin_address):
-            until(lambda address=address: shown(address) == der(second))
+            until(lambda address=address: identification(address) == der(second))
         assert secure(one, tmp_path, "client").Generate(ask("again", 1), timeout=60).text
 
         third, other = old.sign(*HERE), old.sign(*HERE)
         write_pair(tmp_path, "server", (third[0], other[1]))  # a key and a certificate that do not fit
         until(lambda: "the old certificates stay in force: tls.key" in one.log.read_text())
-        assert shown(one.data) == der(second)
+        assert identification(one.data) == der(second)
         page = page_of(one)
         assert value(page, "identity_reload_failures_total", file="certificates") >= 1
         assert value(page, "tls_certificate_expiry_timestamp_seconds", file="cert") == expiry(second)
         assert value(page, "tls_certificate_expiry_timestamp_seconds", file="client-ca") == expiry((b"", old.pem))
         write_pair(tmp_path, "server", third)
-        until(lambda: shown(one.data) == der(third))
+        until(lambda: identification(one.data) == der(third))
 
         write_pair(tmp_path, "newcomer", new.sign(*HERE))
         assert not refuses(one, tmp_path, "client")

@@ -9,7 +9,7 @@ import grpc
 
 from service.transport.call.context import Context
 from service.transport.relays.calls import RelayedCalls
-from service.transport.relays.frames import Came, Gone, Link, Order, Report, Taken
+from service.transport.relays.frames import CallEnded, CallStarted, Order, RelayLink, Report, WriteAccepted
 
 
 class _Once:
@@ -34,7 +34,7 @@ class _Sent(list[Order]):
 
 
 def _begin(calls: RelayedCalls, sent: _Sent) -> None:
-    calls.begin(Came(7, "/test.Service/one", [], "ipv4:127.0.0.1:1", {}, None), cast(Link[Report], sent))
+    calls.begin(CallStarted(7, "/test.Service/one", [], "ipv4:127.0.0.1:1", {}, None), cast(RelayLink[Report], sent))
 
 
 async def _turns() -> None:
@@ -48,7 +48,7 @@ async def test_a_call_that_ends_is_forgotten() -> None:
     _begin(calls, sent)
     await _turns()
     assert len(calls) == 1
-    calls.on(Taken(7))
+    calls.on(WriteAccepted(7))
     await _turns()
     assert len(calls) == 0
     assert len(sent) == 2
@@ -59,6 +59,6 @@ async def test_a_caller_that_comes_and_goes_at_once_leaves_nothing() -> None:
     handler, sent = _Once(), _Sent()
     calls = RelayedCalls(cast(Any, handler))
     _begin(calls, sent)
-    calls.on(Gone(7, late=False))
+    calls.on(CallEnded(7, late=False))
     await _turns()
     assert (len(calls), handler.begun, sent) == (0, 0, [])

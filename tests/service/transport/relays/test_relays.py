@@ -398,7 +398,7 @@ async def test_callers_are_shown_the_newest_certificate_and_show_theirs(make: Ma
     certificates = Certificates(tls)
     port, handlers = await make(2, certificates=certificates)
 
-    async def shown() -> bytes:
+    async def identification() -> bytes:
         """The server's certificate, as a new connection sees it; its caller has shown his."""
         pair = ((tmp_path / "client.key").read_bytes(), (tmp_path / "client.pem").read_bytes())
         credentials = grpc.ssl_channel_credentials(authority.pem, *pair)
@@ -408,19 +408,19 @@ async def test_callers_are_shown_the_newest_certificate_and_show_theirs(make: Ma
         host, _, number = port.address.rpartition(":")
         return await asyncio.to_thread(lambda: certificate_of(host, int(number), tmp_path))
 
-    first = await shown()
+    first = await identification()
     write_pair(tmp_path, "server", authority.sign(*HERE, key=private_key()))
     certificates.reload()
     await until(lambda: certificates.current().chain == (tmp_path / "server.pem").read_bytes())
-    await until_changed(shown, first)
+    await until_changed(identification, first)
     async with channel(port) as one:
         with pytest.raises(grpc.aio.AioRpcError):
             await unary(one, "echo")(b"in the clear", timeout=PATIENCE)
 
 
-async def until_changed(shown: Callable[[], Awaitable[bytes]], first: bytes) -> None:
+async def until_changed(identification: Callable[[], Awaitable[bytes]], first: bytes) -> None:
     async with asyncio.timeout(PATIENCE):
-        while await shown() == first:  # noqa: ASYNC110 - nothing tells
+        while await identification() == first:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.05)
 
 

@@ -18,8 +18,8 @@ from engine.errors import DeadlineExceeded, InvalidModel
 from service.core.errors import Overloaded
 from service.core.text import ChatMessage, Tokenizer
 from service.core.text.conversation import NO_OPTIONS
-from service.core.text.sandbox.jobs import KINDS, EncodeChat, EncodeText, Refusal, pack, pack_ids, unpack_ids
-from service.core.text.sandbox.processes import SMALL, JobFailed, Limits, TextProcesses
+from service.core.text.sandbox.jobs import KINDS, EncodeChat, EncodeText, JobRefused, pack, pack_ids, unpack_ids
+from service.core.text.sandbox.processes import SMALL, JobFailed, ProcessLimits, TextProcesses
 
 pytestmark = pytest.mark.product
 
@@ -39,7 +39,7 @@ def environment(tokenizer, payload): return repr(dict(os.environ)).encode()
 def process(tokenizer, payload): return str(os.getpid()).encode()
 """
 NAMES = ("sleeps", "grows", "aborts", "dies", "raises", "refuses", "echoes", "environment", "process")
-LIMITS = Limits(processes=1, seconds=60.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
+LIMITS = ProcessLimits(processes=1, seconds=60.0, memory=256 * 2**20, jobs=4, waiting=SMALL * 8)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     (tmp_path / "odd_jobs.py").write_text(ODD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WHIPPET_SECRET", "hunter2")
-    quick = Limits(processes=1, seconds=3.0, memory=256 * 2**20, jobs=4, waiting=2**30)
+    quick = ProcessLimits(processes=1, seconds=3.0, memory=256 * 2**20, jobs=4, waiting=2**30)
     kinds = {**KINDS, **{name: f"odd_jobs:{name}" for name in NAMES}}
     made = TextProcesses(str(DEMO), kinds, small=LIMITS, large=quick)
     await made.start()
@@ -81,9 +81,9 @@ async def test_the_same_ids_as_in_the_front(processes: TextProcesses) -> None:
 
 
 async def test_more_ids_than_asked_for_are_refused(processes: TextProcesses) -> None:
-    with pytest.raises(Refusal, match=r"has at least .* tokens; .* room for 11"):
+    with pytest.raises(JobRefused, match=r"has at least .* tokens; .* room for 11"):
         await processes.run("encode", pack(EncodeText("one two three " * 20, 10)))
-    with pytest.raises(Refusal, match=r"has at least .* tokens"):
+    with pytest.raises(JobRefused, match=r"has at least .* tokens"):
         await processes.run(
             "encode_chat", pack(EncodeChat((ChatMessage("user", "one two three " * 20),), NO_OPTIONS, 10))
         )
@@ -91,11 +91,11 @@ async def test_more_ids_than_asked_for_are_refused(processes: TextProcesses) -> 
 
 async def test_the_next_job_is_done_whatever_became_of_the_one_before(processes: TextProcesses) -> None:
     for kind, error, what in (
-        ("grows", Refusal, "more memory"),
-        ("aborts", Refusal, "more memory"),
+        ("grows", JobRefused, "more memory"),
+        ("aborts", JobRefused, "more memory"),
         ("dies", JobFailed, "ended with 7"),
         ("raises", JobFailed, "KeyError$"),
-        ("refuses", Refusal, "is not liked"),
+        ("refuses", JobRefused, "is not liked"),
     ):
         with pytest.raises(error, match=what):
             await processes.run(kind, b"")
@@ -104,7 +104,7 @@ async def test_the_next_job_is_done_whatever_became_of_the_one_before(processes:
 
 async def test_a_job_that_takes_too_long_is_killed(processes: TextProcesses) -> None:
     large = b" " * SMALL + b"3600"
-    with pytest.raises(Refusal, match="more than 3 seconds"):
+    with pytest.raises(JobRefused, match="more than 3 seconds"):
         await processes.run("sleeps", large)
     assert await processes.run("echoes", large) == large
 
@@ -113,7 +113,7 @@ async def test_small_jobs_do_not_wait_behind_a_large_one(processes: TextProcesse
     large = asyncio.create_task(processes.run("sleeps", b" " * SMALL + b"3600"))
     assert await processes.run("echoes", b"small") == b"small"
     assert not large.done()
-    with pytest.raises(Refusal):
+    with pytest.raises(JobRefused):
         await large
 
 

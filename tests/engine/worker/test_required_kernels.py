@@ -29,7 +29,7 @@ from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_SEQUENCES, EngineSettings, KvDtype
 from engine.worker import prebuild
-from engine.worker.foretold import Foretelling, foretell, foretell_any
+from engine.worker.required_kernels import KernelQuery, required_kernels, required_kernels_any_context
 from engine.worker.shapes import fewer_layers, shape_weights
 
 MODELS = Path(__file__).resolve().parents[3] / "bench" / "models"
@@ -123,7 +123,7 @@ def test_all_that_is_asked_for_is_foretold(
         kv_dtype=kept,
     )
     config, form = read_folder(tmp_path, "auto")
-    told = foretell(settings, Foretelling(config, form, gpu))
+    told = required_kernels(settings, KernelQuery(config, form, gpu))
     with_copies, without = started(settings, gpu, True), started(settings, gpu, False)
     assert told == with_copies | without
     assert len(told) > 20
@@ -139,13 +139,13 @@ def test_what_is_built_ahead_serves_any_context_and_any_number_of_sequences(
 
     def told(context: int | None, sequences: int | None, free: int) -> set[Source]:
         settings = EngineSettings(model=str(folder), max_context=context, max_sequences=sequences)
-        return foretell(settings, Foretelling(config, form, gpu, free))
+        return required_kernels(settings, KernelQuery(config, form, gpu, free))
 
-    every = foretell_any(EngineSettings(model=str(folder)), Foretelling(config, form, gpu))
+    every = required_kernels_any_context(EngineSettings(model=str(folder)), KernelQuery(config, form, gpu))
     for context in (16, 40, 256, 1024, 2049, None):
         for sequences in (1, 8, 512):
             assert told(context, sequences, 80 << 30) <= every
-    assert foretell(EngineSettings(model=str(folder), decoder="eager"), Foretelling(config, form, gpu)) == set()
+    assert required_kernels(EngineSettings(model=str(folder), decoder="eager"), KernelQuery(config, form, gpu)) == set()
 
 
 def compile_nothing(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
@@ -176,7 +176,7 @@ def test_a_folder_built_ahead_answers_all_that_is_asked_for(
     cache = CubinCache(tmp_path / "here", build.compiler_version(), refuse, (tmp_path / "ahead",))
     library = KernelLibrary("sm_90a", cache, H100)
     config, form = read_folder(model, "auto")
-    for name, defines in foretell(EngineSettings(model=str(model)), Foretelling(config, form, H100)):
+    for name, defines in required_kernels(EngineSettings(model=str(model)), KernelQuery(config, form, H100)):
         assert library.code((name, defines)) == compile_nothing("", f"{name}.cu", dict(defines), "sm_90a")
     assert not (tmp_path / "here").exists()
 

@@ -1,8 +1,8 @@
-"""Which kernels a server will ask for, told before its weights are read: they are compiled while that is done, or ahead
-by `whippet prebuild`, on a machine without a GPU.
+"""Predicts which kernels a server will use before its weights are read: they are compiled meanwhile, or ahead by
+`whippet prebuild`, on a machine without a GPU.
 
-The executors themselves say it, as they do what they do at their start, over a model of shapes alone. What is not
-foretold is compiled when it is asked for.
+The executors list them with the code of their own start, over a model of shapes alone. A kernel that is missing here is
+compiled when it is used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ _MOST_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Foretelling:
-    """What the list depends on, beside the settings."""
-
+class KernelQuery:
     config: ModelConfig
     form: Format
     gpu: GpuShape
@@ -45,8 +43,8 @@ class Foretelling:
     draft: tuple[ModelConfig, Format] | None = None  # of a draft model
 
 
-def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
-    """The sources and their definitions, and some more where it is not known how memory will suffice."""
+def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
+    """Returns the sources and their definitions, and some more where it is not known how far memory will go."""
     wanted = WantedKernels(what.gpu)
     if settings.decoder not in ("auto", "graph"):
         return wanted.sources
@@ -62,17 +60,17 @@ def foretell(settings: EngineSettings, what: Foretelling) -> set[Source]:
     return wanted.sources
 
 
-def foretell_any(settings: EngineSettings, what: Foretelling) -> set[Source]:
-    """Whatever `max-context` and `max-sequences` will be: into how many parts a context is split decides which blocks
-    of attention may wait for each other."""
-    found = foretell(settings, what)
+def required_kernels_any_context(settings: EngineSettings, what: KernelQuery) -> set[Source]:
+    """Covers every `max-context` and `max-sequences`: the number of parts of a context decides which blocks of
+    attention may wait for each other."""
+    found = required_kernels(settings, what)
     for parts in range(1, SPLITS + 1):
-        found |= foretell(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
+        found |= required_kernels(replace(settings, max_context=parts * MIN_PAGES * PAGE), what)
     return found
 
 
-def _models(settings: EngineSettings, what: Foretelling, wanted: WantedKernels) -> Iterator[Parts]:
-    """The model as it would be served; twice where plain copies of packed weights may have room or not."""
+def _models(settings: EngineSettings, what: KernelQuery, wanted: WantedKernels) -> Iterator[Parts]:
+    """Yields the model as it would be served; twice where plain copies of packed weights may have room or not."""
     full = shape_weights(what.config, what.form, torch.bfloat16)
     config, weights = fewer_layers(what.config, full)
     sequences = settings.max_sequences or CUDA_SEQUENCES
@@ -95,7 +93,6 @@ def _angles(config: ModelConfig, context: int) -> RopeTables:
 
 
 def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
-    """A draft model of shapes."""
     config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     model = Transformer(config, weights, _angles(config, context), nowhere)
@@ -103,12 +100,11 @@ def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
     return DraftModel(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")))
 
 
-def _context(settings: EngineSettings, what: Foretelling, sequences: int, weights: int) -> int:
-    """Tokens of the longest sequence."""
+def _context(settings: EngineSettings, what: KernelQuery, sequences: int, weights: int) -> int:
     config = what.config
     shape = kv_shape(config)
     there = Placement(torch.bfloat16, torch.device("cuda"))
     try:
         return make_room(settings, sequences, config.max_context, shape, there, what.free - weights).max_context
-    except Unsupported:  # said again, to the caller, once the weights are there
+    except Unsupported:  # reported to the caller once the weights are there
         return config.max_context

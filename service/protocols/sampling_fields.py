@@ -1,4 +1,4 @@
-"""What a caller may wish for in every protocol, and the bounds of it. Fields are named as the caller's protocol has
+"""Reads and bounds the generation options that all protocols share. Fields are named as the caller's protocol names
 them."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_ANSWERS = 16  # of one prompt; each takes an admission slot
 _LEAST_PENALTY = 0.009999999776482582  # 0.01 as a float; dividing logits by less overflows them
 _SEEDS = 1 << 64
 _MOST_TOP_K = (1 << 31) - 1
-_BOUNDS = (  # of what is wished of the next token: lowest, highest, and whether it must lie above the lowest
+_BOUNDS = (  # options of sampling: lowest, highest, and whether it must lie above the lowest
     ("temperature", 0, 100, False),
     ("top_k", 0, _MOST_TOP_K, False),
     ("top_p", 0, 1, True),
@@ -41,8 +41,8 @@ _BOUNDS = (  # of what is wished of the next token: lowest, highest, and whether
 _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
-class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token shall be drawn. None: the model's default; of a seed, a fresh one."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling options of a request. None: the model's default; for the seed, a fresh one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -55,9 +55,7 @@ class SamplingWish(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: Mapping[int, float] = msgspec.field(default_factory=dict)
 
 
-class StopWish(msgspec.Struct, frozen=True, kw_only=True):
-    """When the answer shall end."""
-
+class StopFields(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  # None: as many as the context leaves
     fitted: bool = False  # as in Stops
     min_tokens: int = 0
@@ -67,22 +65,22 @@ class StopWish(msgspec.Struct, frozen=True, kw_only=True):
     include: bool = False
 
 
-def read_sampling(wish: SamplingWish | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
-    """With the model's defaults where nothing is wished. `prefix` is put before the names of fields."""
-    seed = secrets.randbits(63) if wish is None or wish.seed is None else wish.seed % _SEEDS
-    if wish is None:
+def read_sampling(fields: SamplingFields | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
+    """Resolves options with the model's defaults. `prefix` is put before the names of fields."""
+    seed = secrets.randbits(63) if fields is None or fields.seed is None else fields.seed % _SEEDS
+    if fields is None:
         return replace(facts.defaults, seed=seed)
-    wished: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     for name, low, high, above in _BOUNDS:
-        value = getattr(wish, name)
+        value = getattr(fields, name)
         if value is not None:
-            wished[name] = value
+            resolved[name] = value
             found.number(prefix + name, value, low, high, above=above)
-    if wish.temperature is not None and wish.temperature < GREEDY_BELOW:
-        wished["temperature"] = 0.0
-    if wish.logit_bias:
-        wished["logit_bias"] = _logit_bias(wish.logit_bias, facts, found, f"{prefix}logit_bias")
-    return replace(facts.defaults, seed=seed, **wished)
+    if fields.temperature is not None and fields.temperature < GREEDY_BELOW:
+        resolved["temperature"] = 0.0
+    if fields.logit_bias:
+        resolved["logit_bias"] = _logit_bias(fields.logit_bias, facts, found, f"{prefix}logit_bias")
+    return replace(facts.defaults, seed=seed, **resolved)
 
 
 def _logit_bias(
@@ -100,29 +98,35 @@ def _logit_bias(
 
 
 def read_stops(
-    wish: StopWish, facts: ModelFacts, found: Violations, prefix: str, strings: str = "stop", *, scored: bool = False
+    fields: StopFields,
+    facts: ModelFacts,
+    found: Violations,
+    prefix: str,
+    strings: str = "stop",
+    *,
+    scored: bool = False,
 ) -> Stops:
-    """`strings` is what the protocol calls the field of stop strings. `scored`: the prompt's log-probabilities are
-    wanted, so that an answer of no tokens makes sense."""
-    if wish.max_tokens is not None:
-        found.number(f"{prefix}max_tokens", wish.max_tokens, 0 if scored else 1, None)
-    found.number(f"{prefix}min_tokens", wish.min_tokens, 0, None)
-    if wish.max_tokens is not None and (0 if scored else 1) <= wish.max_tokens < wish.min_tokens:
+    """`strings` is the protocol's name of the stop strings' field. `scored`: the prompt's log-probabilities are wanted,
+    so that an answer of no tokens makes sense."""
+    if fields.max_tokens is not None:
+        found.number(f"{prefix}max_tokens", fields.max_tokens, 0 if scored else 1, None)
+    found.number(f"{prefix}min_tokens", fields.min_tokens, 0, None)
+    if fields.max_tokens is not None and (0 if scored else 1) <= fields.max_tokens < fields.min_tokens:
         found.add(f"{prefix}min_tokens", "must be at most max_tokens")
-    _check_stop_strings(wish.strings, found, prefix + strings)
-    own = () if wish.ignore_eos else facts.eos_token_ids
+    _check_stop_strings(fields.strings, found, prefix + strings)
+    own = () if fields.ignore_eos else facts.eos_token_ids
     token_ids: tuple[int, ...] = ()
-    if len(wish.token_ids) > MAX_STOP_TOKENS:
+    if len(fields.token_ids) > MAX_STOP_TOKENS:
         found.add(f"{prefix}stop_token_ids", f"must be at most {MAX_STOP_TOKENS}")
-    elif found.token_ids(f"{prefix}stop_token_ids", wish.token_ids, facts.vocab_size):
-        token_ids = tuple(dict.fromkeys((*wish.token_ids, *own)))
+    elif found.token_ids(f"{prefix}stop_token_ids", fields.token_ids, facts.vocab_size):
+        token_ids = tuple(dict.fromkeys((*fields.token_ids, *own)))
     return Stops(
-        max_tokens=wish.max_tokens,
-        min_tokens=wish.min_tokens,
-        fitted=wish.fitted,
-        strings=tuple(dict.fromkeys(wish.strings)) if len(wish.strings) <= MAX_STOP_STRINGS else (),
+        max_tokens=fields.max_tokens,
+        min_tokens=fields.min_tokens,
+        fitted=fields.fitted,
+        strings=tuple(dict.fromkeys(fields.strings)) if len(fields.strings) <= MAX_STOP_STRINGS else (),
         token_ids=token_ids,
-        include=wish.include,
+        include=fields.include,
     )
 
 
@@ -146,7 +150,7 @@ def read_token_ids(ids: Sequence[int], facts: ModelFacts, found: Violations, fie
 
 
 def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: str) -> ConstraintText:
-    """Its bounds; whether it can be used is seen once the request is let in."""
+    """Checks sizes only; whether the constraint can be used is found after admission."""
     if kind == "choice" and (not 1 <= len(texts) <= MAX_OPTIONS or not all(texts)):
         found.add(field, f"must be 1 to {MAX_OPTIONS} texts, none of them empty")
     if sum(map(len, texts)) > MAX_CONSTRAINT or sum(len(text.encode()) for text in texts) > MAX_CONSTRAINT:
@@ -156,14 +160,12 @@ def read_constraint(kind: str, texts: Sequence[str], found: Violations, field: s
 
 
 def read_logprobs(given: int | None, found: Violations, field: str) -> int | None:
-    """How many candidates are sent beside each token's own."""
     if given is not None:
         found.number(field, given, 0, MAX_LOGPROBS)
     return given
 
 
 def read_answers(given: int, max_tokens: int | None, found: Violations, field: str) -> int:
-    """How many are to be generated for the one prompt."""
     found.number(field, given, 1, MAX_ANSWERS)
     if given > 1 and max_tokens == 0:
         found.add(field, "must be 1 where max_tokens is 0")
@@ -171,7 +173,6 @@ def read_answers(given: int, max_tokens: int | None, found: Violations, field: s
 
 
 def read_request_id(given: str, found: Violations, field: str = "request_id") -> str:
-    """Made here where the caller has none."""
     if not given:
         return secrets.token_hex(12)
     if not _REQUEST_ID.fullmatch(given):
@@ -181,7 +182,8 @@ def read_request_id(given: str, found: Violations, field: str = "request_id") ->
 
 @contextmanager
 def fields_called(names: Mapping[str, str]) -> Iterator[None]:
-    """Around what the use cases refuse: they name fields as whippet.v1 does; `names` are the protocol's own."""
+    """Renames fields in violations raised within: use cases name fields as whippet.v1 does; `names` are the protocol's
+    own."""
     try:
         yield
     except InvalidRequest as error:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.offline import MISTRAL, QWEN, StepTimes, foretell
-from bench.offline import foretold_main as main
+from bench.offline import MISTRAL, QWEN, StepTimes, predict
+from bench.offline import predict_main as main
 from bench.workloads import workload
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "throughput-h100.json"
@@ -23,7 +23,7 @@ TIMES = StepTimes(rows=((1, 2.0), (9, 10.0)), prompts=((16, 1.0), (2048, 21.0)),
 @pytest.mark.parametrize(("model", "times"), [("qwen3-0.6b", QWEN), ("mistral-7b-awq", MISTRAL)])
 @pytest.mark.parametrize("name", ["n16", "n64", "n256"])
 def test_steps_as_they_were_measured_make_the_rates_that_were_measured(model: str, times: StepTimes, name: str) -> None:
-    found = foretell(times, workload(name, 128, 128), budget=2048, most_rows=256)
+    found = predict(times, workload(name, 128, 128), budget=2048, most_rows=256)
     assert found.tokens_per_second == pytest.approx(MEASURED[model, name], rel=0.08)
 
 
@@ -36,7 +36,7 @@ def test_a_step_takes_what_its_rows_and_prompts_take() -> None:
 
 
 def test_one_request_step_by_step() -> None:
-    found = foretell(TIMES, [(100, 4)], budget=64, most_rows=8)
+    found = predict(TIMES, [(100, 4)], budget=64, most_rows=8)
     assert found.steps == 5  # two chunks of a prompt, then three tokens after the first
     context = sum(length - 192 for length in (101, 102, 103)) * 2750 / 2.75e9
     assert found.first_ms_p95 == pytest.approx(TIMES.prompt(64) + TIMES.prompt(36))
@@ -44,8 +44,8 @@ def test_one_request_step_by_step() -> None:
 
 
 def test_a_target_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    loose = foretell(QWEN, workload("n256", 128, 64), budget=2048, most_rows=256)
-    tight = foretell(QWEN, workload("n256", 128, 64), budget=2048, most_rows=256, target=3.0)
+    loose = predict(QWEN, workload("n256", 128, 64), budget=2048, most_rows=256)
+    tight = predict(QWEN, workload("n256", 128, 64), budget=2048, most_rows=256, target=3.0)
     assert loose.gap_ms_most > 10 > 2 * tight.gap_ms_most
     assert tight.tokens_per_second < loose.tokens_per_second
     asked = ["--models", "qwen3-0.6b", "--workloads", "n2", "--rows", "4", "--budgets", "64", "--targets", "3"]

@@ -1,9 +1,9 @@
-"""Background sequences beside one that somebody watches: a step feeds as many of them as make it little longer than it
-is without them. Torch-free.
+"""Throttles background sequences beside interactive ones: a step feeds as many of them as make it little longer than
+without them. Torch-free.
 
-What a step takes by its rows is learnt from steps, beginning with none of the background: twice as many are tried as
-long as those before cost little. Who is left out keeps slot and pages, and the lowest ranks are fed first, so that they
-end and others follow. Their prompts get a small share of the time, a short chunk now and then.
+A step's time by its background rows is measured, beginning with none: their number doubles as long as fewer cost
+little. Throttled sequences keep slot and pages, and the lowest ranks are fed first, so that they end and others follow.
+Their prompts get a small share of the time, a short chunk now and then.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _ANEW = 1024  # steps after which everything is measured again
 
 
 class _Sides(NamedTuple):
-    """Those that a step may feed. All lists lowest rank first."""
+    """Sequences that a step may feed. All lists lowest rank first."""
 
-    before: list[Sequence]  # who yields to nobody
+    before: list[Sequence]  # which are not throttled
     decoding: list[Sequence]  # of those who yield
     prompts: list[Sequence]
     mixed: bool  # some of `before` rank behind some of the others
 
 
-class _Cost:
-    """Seconds of a step, as lately."""
+class _StepCost:
+    """Smoothed seconds of a step."""
 
     __slots__ = ("seconds", "steps")
 
@@ -53,11 +53,11 @@ class _Cost:
         return self.steps >= _MEASURED
 
 
-class Yielding:
-    """Asked before each step in which somebody is watched, told after it."""
+class BackgroundThrottle:
+    """Chooses background rows before each step with an interactive sequence, and measures after it."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, _Cost] = {}  # by rows of the background beside the others
+        self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
         self._others = 0  # rows of those when they were measured
         self._chunk = 0.0  # seconds that one adds; 0: not measured yet
         self._since_chunk = 0.0  # seconds of steps
@@ -66,16 +66,16 @@ class Yielding:
         self._fed = 0  # rows of the background in the step that is under way
         self._prompts = False  # one of its prompts is
         self._settling = _SETTLING
-        self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nobody yields
+        self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nothing is throttled
 
     def away(self) -> None:
-        """The next step is none of these, or its time says nothing."""
+        """Marks that the next step is not throttled, or its time means nothing."""
         self._began, self._settling = None, _SETTLING
 
     def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
-        """Of those that a step may feed, lowest rank first, whom it does, and how many prompt tokens. Who has waited
-        for so long that it ranks before one that is watched yields to none. While `changes` is the same, so are
-        `sequences`: to look at hundreds of them takes as long as a step of a few."""
+        """Returns the sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background
+        sequence that has waited for so long that it ranks before an interactive one is not throttled. While `changes`
+        is the same, so are `sequences`: examining hundreds of them takes as long as a step of a few."""
         if changes is None or self._known is None or self._known[0] != changes:
             self._known = -1 if changes is None else changes, _sides(sequences)
         sides = self._known[1]
@@ -97,7 +97,7 @@ class Yielding:
         return chosen, budget
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """A step has come back that this was asked about."""
+        """Measures a step that `choose` was asked about."""
         began, self._began = self._began, now
         if began is None or now <= began:
             return
@@ -116,16 +116,16 @@ class Yielding:
             self._chunk = max(now - began - others, 0.0)
             self._settling = _SETTLING
         elif len(rows) == len(plan.rows) and not self._settling:
-            self._costs.setdefault(self._fed, _Cost()).learn(seconds)
+            self._costs.setdefault(self._fed, _StepCost()).learn(seconds)
 
     def _adapt(self, others: int) -> None:
-        """What was measured beside other company, or long ago, says nothing."""
+        """Forgets measurements beside another number of rows, or of long ago."""
         if self._steps >= _ANEW or not others / 2 <= self._others <= 2 * others:
             self._steps, self._others = 0, others
             self._costs.clear()
 
     def _allowed(self, most: int) -> int:
-        """Rows of the background in the next step."""
+        """Returns how many background rows the next step may have."""
         alone = self._alone()
         if not alone:
             return 0
@@ -154,7 +154,7 @@ class Yielding:
 
 
 def _sides(sequences: Items[Sequence]) -> _Sides | None:
-    """None where nobody is to yield."""
+    """Returns None where nothing is to be throttled."""
     ready = [one for one in sequences if not one.paused]
     last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
     if last is None:
@@ -173,5 +173,5 @@ def _sides(sequences: Items[Sequence]) -> _Sides | None:
 
 
 def _left(sequence: Sequence) -> int:
-    """Tokens that are not computed yet: one where it decodes."""
+    """Returns how many tokens are not computed yet: one where it decodes."""
     return len(sequence.token_ids) - sequence.computed

@@ -1,12 +1,12 @@
-"""Which requests may have killed an engine process, which one has, and that it does so no more.
+"""Attributes crashes of the engine process to requests, and quarantines those that cause them.
 
-After a death everyone who was part of the step is a suspect. A suspect that comes again runs like any other but for its
-*solo*: the steps around the place where it was, which are run for it alone. If the process dies in one of those,
-nobody else can have been the cause, and the request is refused from then on. So a request kills two processes at most,
-and no mate is ever taken for it.
+After a crash every request of the step is a suspect. A suspect that is submitted again runs like any other except for
+its *solo*: the steps around the place where it was, which are run for it alone. If the process dies in one of those, no
+other request can be the cause, and this one is refused from then on. So a request kills two processes at most, and no
+other request of the step is ever blamed for it.
 
-Requests are known by a keyed hash of prompt and sampling, the seed left out, since a retry has another. The key is the
-front's own, so that what is in the table or in a log says nothing of a prompt.
+Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key is
+the front's own, so that neither table nor log reveals a prompt.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ _log = logging.getLogger(__name__)
 _MOST = 4096  # hashes that are kept; beyond that the oldest goes
 _KEPT = 600.0  # seconds after the last death
 
-Solo = tuple[int, int]  # a step that begins with so many output tokens, from and up to, is run for this request alone
+Solo = tuple[int, int]  # a step that begins with this many output tokens, from and up to, is run for this request alone
 NO_SOLO: Solo = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _Suspect:
     solo: Solo
     quarantined: bool
     until: float
 
 
-class Suspects:
-    """A bounded table with expiry."""
-
+class CrashTracker:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._key = secrets.token_bytes(32)
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # the one that died last comes last
+        self._entries: OrderedDict[bytes, _Suspect] = OrderedDict()  # the one that died last comes last
         self.quarantines = 0  # requests that were found to end processes; one may be found again when it is forgotten
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def solo(self, request: GenerationRequest) -> Solo:
-        """How it is to be run. Raises Quarantined."""
+        """Returns the steps to run alone. Raises Quarantined."""
         entry = self._known(request)
         if entry is None:
             return NO_SOLO
@@ -62,7 +60,7 @@ class Suspects:
         return entry.solo
 
     def died_together(self, who: Iterable[tuple[GenerationRequest, int]], ahead: int) -> None:
-        """A process died in a step that was run for these, with so many tokens delivered. The step may have begun
+        """Records a crash in a step that fed these requests, with their delivered tokens. The step may have begun
         `ahead` tokens before or after those."""
         for request, made in who:
             begin, end = max(0, made - ahead), made + ahead + 1
@@ -74,7 +72,7 @@ class Suspects:
             self._keep(request, (begin, end), quarantined=False)
 
     def died_alone(self, request: GenerationRequest, made: int, ahead: int) -> None:
-        """One died in a step that was run for this request and for no other."""
+        """Records a crash in a step that fed this request alone."""
         if self._known(request) is None:
             self.died_together([(request, made)], ahead)
             return
@@ -83,11 +81,10 @@ class Suspects:
         _log.error("request %s has ended two engine processes and is refused from now on", self._hash(request).hex())
 
     def ended(self, request: GenerationRequest) -> None:
-        """It ran to its end: it is none."""
         if self._entries:
             self._entries.pop(self._hash(request), None)
 
-    def _known(self, request: GenerationRequest) -> _Entry | None:
+    def _known(self, request: GenerationRequest) -> _Suspect | None:
         now = self._clock()
         while self._entries and next(iter(self._entries.values())).until <= now:
             self._entries.popitem(last=False)
@@ -95,7 +92,7 @@ class Suspects:
 
     def _keep(self, request: GenerationRequest, solo: Solo, quarantined: bool) -> None:
         name = self._hash(request)
-        self._entries[name] = _Entry(solo, quarantined, self._clock() + _KEPT)
+        self._entries[name] = _Suspect(solo, quarantined, self._clock() + _KEPT)
         self._entries.move_to_end(name)
         if len(self._entries) > _MOST:
             self._entries.popitem(last=False)
