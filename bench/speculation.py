@@ -37,7 +37,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.speculation.costs import Clock, Costs, clock_of
 from engine.execution.speculation.drafted import Speculation
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
 from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool
@@ -433,8 +433,8 @@ class Forced:
     def reach(self, sequence: SequenceState) -> int:
         return min(self._depth, len(self._rest(sequence)))
 
-    def propose(self, wishes: Items[Wish]) -> list[Draft]:
-        return [tuple(map(self._spoiled, self._rest(one.sequence)[: one.most])) for one in wishes]
+    def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
+        return [tuple(map(self._spoiled, self._rest(one.sequence)[: one.most])) for one in requests]
 
     def _rest(self, sequence: SequenceState) -> Items[int]:
         known = self._answers.get(tuple(sequence.token_ids[: sequence.prompt_length]), ())

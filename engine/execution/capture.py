@@ -1,5 +1,5 @@
-"""Captures graphs on a stream of its own, made by the driver alone: torch's first stream brings pools of 32 and more
-along, which take 70 MiB of a GPU."""
+"""Captures graphs on a stream of its own, which the driver alone makes: torch's first stream allocates pools of 32 and
+more streams, which take 70 MiB of a GPU."""
 
 from __future__ import annotations
 

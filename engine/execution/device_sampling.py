@@ -1,4 +1,4 @@
-"""Which rows need more than the head's own draw, and what the sampling stages must be told of them."""
+"""Which rows need more than the head's own draw, and what the sampling stages need to know of them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def beyond_temperature(sequence: SequenceState) -> bool:
 
 
 def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | None:
-    """What the head cannot serve of a sequence, so many tokens after its last. None where it can: it is greedy, or has
-    a temperature alone."""
+    """Returns what the head cannot serve of a sequence, `unreported` tokens after its last; None where it can serve the
+    sequence: it is greedy, or has a temperature alone."""
     one, stopping = sequence.sampling, sequence.stopping
     barred = stopping.min_tokens > sequence.output_length + unreported and bool(stopping.stop_token_ids)
     penalised = _penalised(sequence)
@@ -39,7 +39,7 @@ def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | No
 
 
 def needed(sequence: SequenceState, unreported: int = 0) -> bool:
-    """Whether a sequence needs the sampling stages, so many tokens after its last."""
+    """Returns whether a sequence needs the sampling stages, `unreported` tokens after its last."""
     return sampled_row(sequence, unreported) is not None
 
 

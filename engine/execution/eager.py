@@ -50,7 +50,7 @@ class Eager:
         self._windows = tuple(dict.fromkeys(parts.model.config.windows))
 
     def warmup(self, progress: Progress) -> None:
-        """Nothing to prepare."""
+        """Prepares nothing: each call is torch's own."""
 
     @property
     def capacity(self) -> Capacity:
@@ -100,8 +100,8 @@ class Eager:
         return self._parts.model.logits(sampled) if sampled.shape[0] else None
 
     def rehearse(self, tokens: int, before: int) -> None:
-        """Feeds so many tokens of nobody behind `before` others, each followed by a choice, and waits for the device.
-        Overwrites the first pages."""
+        """Feeds `tokens` tokens of no sequence behind `before` others, each followed by a choice, and waits for the
+        device. Overwrites the first pages."""
         model, device = self._parts.model, self._parts.model.placement.device
         pages = list(range(-(-(before + tokens) // PAGE_SIZE)))
         places = torch.arange(before, before + tokens, device=device)

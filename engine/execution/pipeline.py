@@ -187,7 +187,7 @@ def verify_lookahead(seconds: float) -> Lookahead:
 
 
 def bucket(rows: int, buckets: Rows[int] = BUCKETS) -> int:
-    """Returns the smallest bucket that holds so many rows."""
+    """Returns the smallest bucket that holds `rows` rows."""
     return next(size for size in buckets if size >= rows)
 
 
@@ -219,10 +219,10 @@ class HeldRow:
 
     def launches_of(self, group: int, tokens: int) -> int:
         """Returns how many more launches of a group its pages allow, with at most `tokens` tokens in flight."""
-        brings = min(group, 1 + self.most_drafts)
-        allowed, pages = (tokens - self.ahead) // brings, self.pages * PAGE_SIZE
+        each = min(group, 1 + self.most_drafts)
+        allowed, pages = (tokens - self.ahead) // each, self.pages * PAGE_SIZE
         if pages < self.last:
-            return min(allowed, (pages - self.stands - self.ahead + brings - 1) // brings)
+            return min(allowed, (pages - self.stands - self.ahead + each - 1) // each)
         return allowed
 
     def report(self) -> RowResult:
@@ -412,7 +412,7 @@ class Pipeline:
     # Launches
 
     def _send(self, held: Rows[HeldRow], group: int, options: StepOptions) -> None:
-        """Launches as far ahead as is wanted, allowed and of use: each step brings a row a token, or as many as it has
+        """Launches as far ahead as is wanted, allowed and of use: each step gives a row a token, or as many as it has
         rows in the launch."""
         live = [own for own in held if not own.ended]
         if not live:
@@ -571,7 +571,7 @@ class MaskedPipeline(Pipeline):
     The layers need the tokens before, which the device has itself. The choice needs a mask of each row with a
     constraint, which the host makes once it knows these tokens. So the layers of the next step are launched before the
     tokens of this one are read, and its choice as soon as they are read and its masks are made: the device waits for
-    nobody as long as masks come before its layers end. Where rows change, what was chosen and not read is chosen
+    no mask as long as masks come before its layers end. Where rows change, what was chosen and not read is chosen
     again: choices depend on seed and position alone.
     """
 
@@ -663,10 +663,10 @@ class BatchRow(HeldRow):
 
 
 class BatchPipeline:
-    """Many rows, of which the device is told what changes between two launches. Rows that stay are told nothing, so
-    steps in flight go on: each is read as the rows stood when it was launched.
+    """Many rows, of which the device gets what changes between two launches. Rows that stay need no update, so steps in
+    flight go on: each is read as the rows stood when it was launched.
 
-    A step moves the first so many row states, a bucket; the rest of a bucket is idle. Pages must reach
+    A step moves the first row states, a bucket of them; the rest of a bucket is idle. Pages must reach
     MOST_BATCH_AHEAD - 1 tokens beyond a row's first new one, or to its end: else rows that come could not be moved.
     """
 
@@ -715,7 +715,7 @@ class BatchPipeline:
         return {key: own.report() for key, own in self._held.items()}
 
     def _abandon(self) -> None:
-        """None of the rows goes on; the device is told with the next step."""
+        """None of the rows goes on; the next update says so to the device."""
         for own in self._held.values():
             own.ended = True
         self._held = {}
@@ -723,7 +723,7 @@ class BatchPipeline:
     # Rows
 
     def _agree(self, rows: Rows[Row]) -> Changes:
-        """Makes the rows the plan's. Returns what the device must be told."""
+        """Makes the rows the plan's. Returns the update for the device."""
         before, fresh, paged = self._held, [], []
         held: dict[int, BatchRow] = {}
         for row in rows:

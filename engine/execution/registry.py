@@ -1,7 +1,7 @@
 """The executors that can compute steps, best first. The last one, eager, computes every row.
 
 The router decides which of them computes which rows of a step; all work on the same pages and the same stream. An
-executor that brings several ids for a row does so as far as the row's pages reach.
+executor that gives several ids for a row does so as far as the row's pages reach.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     @property
     def max_tokens_per_row(self) -> int:
-        """The most ids that it brings a row."""
+        """Returns the most ids of a row in one step."""
 
     @property
     def switches(self) -> Mapping[str, str | None]:
@@ -142,9 +142,9 @@ def unused(choice: Choice) -> tuple[Unused, ...]:
     better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
     found = []
     for name in SWITCHES:
-        said = [executor.switches[name] for _, executor in choice.executors if name in executor.switches]
-        if None not in said:
-            reason = said[0] if said else f"the {choice.decoder} decoder has no such thing{better}"
+        reasons = [executor.switches[name] for _, executor in choice.executors if name in executor.switches]
+        if None not in reasons:
+            reason = reasons[0] if reasons else f"the {choice.decoder} decoder has no such thing{better}"
             found.append(Unused(name=name, reason=reason or ""))
     return tuple(found)
 
@@ -161,7 +161,7 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
 
 
 def proposers_of(choice: Choice, parts: Parts) -> tuple[ProposerInfo, ...]:
-    """Of the executors in use."""
+    """Returns the proposers of the executors in use."""
     verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
     if verifier == Role.VERIFY:
         return proposers(verifier, verify.why_no_draft(parts))

@@ -69,7 +69,7 @@ class ModelRunner:
             self._options = replace(self._options, **{name: enabled})
 
     def close(self) -> None:
-        """Ends the executors."""
+        """Ends the executors and the constraints."""
         for executor in self._executors.values():
             executor.close()
         self._constraints.close()

@@ -44,7 +44,7 @@ class GpuKernels:
         return self.library
 
     def close(self) -> None:
-        """What nobody has asked for is not compiled any more."""
+        """Stops compiling what was not asked for."""
         if isinstance(self.library, KernelLibrary):
             self.library.close()
 
@@ -70,7 +70,7 @@ class Parts:
 
     @property
     def kernels(self) -> Kernels:
-        """Of the GPU that the model is on. Raises BuildError."""
+        """Returns the kernels of the GPU that the model is on. Raises BuildError."""
         return self.gpu.open(self.model.placement.device)
 
 

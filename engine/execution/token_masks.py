@@ -14,29 +14,29 @@ _OPEN = -1  # a word that allows all its tokens
 
 
 class TokenMasks:
-    """Of so many rows, at a fixed address; every token at first."""
+    """The masks of `rows` rows at a fixed address. At first they allow every token."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._words = np.full((rows, -(-vocabulary // 32)), _OPEN, dtype=np.int32)
-        self._mail = Mailbox(self._words.size, device)
-        self._mail.arrived.fill_(_OPEN)
-        self._told: set[int] = set()  # rows that are not open
+        self._mailbox = Mailbox(self._words.size, device)
+        self._mailbox.arrived.fill_(_OPEN)
+        self._masked: set[int] = set()  # rows that are not open
 
     @property
     def arrived(self) -> torch.Tensor:
-        """int32 [rows, words]."""
-        return self._mail.arrived.view(self._words.shape)
+        """Returns the masks, int32 [rows, words]."""
+        return self._mailbox.arrived.view(self._words.shape)
 
     def tell(self, masks: Mapping[int, Mask]) -> None:
         """What these rows may choose from here on in the order of the current stream; the others may choose all."""
-        if not masks and not self._told:
+        if not masks and not self._masked:
             return
-        for row in self._told - masks.keys():
+        for row in self._masked - masks.keys():
             self._words[row] = _OPEN
         for row, mask in masks.items():
             bits = self._words[row].view(np.uint8)
             size = min(len(mask), len(bits))
             bits[:size] = np.frombuffer(mask, dtype=np.uint8, count=size)
             bits[size:] = 0  # ids beyond a mask have no text
-        self._told = set(masks)
-        self._mail.send(self._words.reshape(-1))
+        self._masked = set(masks)
+        self._mailbox.send(self._words.reshape(-1))

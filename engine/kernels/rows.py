@@ -77,7 +77,7 @@ class Entering:
         ]
 
 
-def mail_of(told: Sequence[Sequence[int]]) -> list[int]:
+def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
     """Changes as `change` reads them: where each begins, then all of them."""
     offsets, at = [], len(told)
     for one in told:

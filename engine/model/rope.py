@@ -20,7 +20,7 @@ class RopeTables:
 
 
 def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> RopeTables:
-    """Computes the angles of a model's layers for so many positions."""
+    """Computes the angles of a model's layers for `positions` positions."""
     windowed = None if config.window_rope is None else rope_table(config.window_rope, positions, device)
     return RopeTables(rope_table(config.rope, positions, device), windowed)
 

@@ -15,7 +15,7 @@ from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, Norm, Product,
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer."""
+    """The weights of one decoder layer."""
 
     input_norm: RmsNorm
     qkv: Linear

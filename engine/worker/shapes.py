@@ -1,8 +1,4 @@
-"""A model of shapes alone, which takes no memory: what would serve it, and with which kernels, can be told without its
-weights, and without the GPU.
-
-What is read as one is made as one: torch's operations that put shapes together take two seconds to import.
-"""
+"""A model of shapes alone, which takes no memory: it shows what would serve it, and with which kernels."""
 
 from __future__ import annotations
 

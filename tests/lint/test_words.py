@@ -14,16 +14,6 @@ import pytest
 from scripts.figures import ROOT
 
 PACKAGES = ("service", "engine", "cache", "quant", "bench", "scripts")
-# Files that are being rewritten: there the rules of classes and docstrings, and the newer words, hold from then on.
-BEING_REWRITTEN = (
-    "engine/execution/",
-    "engine/model/",
-    "engine/kernels/gemm.py",
-    "engine/kernels/step.py",
-    "engine/kernels/weights.py",
-    "engine/worker/shapes.py",
-    "quant/block.py",
-)
 # Word → what is written instead. As parts of any name.
 RETIRED = {
     "card": "device, gpu",
@@ -40,7 +30,7 @@ RETIRED = {
     "shelf": "candidate store",
     "sourcing": "lookup",
 }
-# Likewise, but not in what is being rewritten, nor in docstrings.
+# Likewise, but not in docstrings.
 RETIRED_PHRASES = {
     "acquit": "clear",
     "brings": "yields, returns",
@@ -66,12 +56,10 @@ RETIRED_PHRASES = {
 # As whole names, capitalised: each is a plain English word elsewhere.
 RETIRED_CLASSES = {"Ask", "Asked", "KvPool", "Looked", "Place", "Places", "Told"}
 WARP_LANES = ("engine/kernels/", "quant/checkpoint/")  # where a lane is what CUDA and SIMD call one
-# Names that a wrapper shares with its .cu, and one that a bench shares with what is being rewritten.
+# Names that a wrapper shares with its .cu.
 SHARED_NAMES = {
     "engine/kernels/batch_sampling.py": {"told"},
-    "engine/kernels/rows.py": {"mail", "mail_of", "told"},
-    "bench/speculation.py": {"Wish", "wishes"},
-    "bench/verifying.py": {"RoundTold"},
+    "engine/kernels/rows.py": {"mail", "told"},
 }
 MIN_WORDS = 4  # of a docstring
 _SPOKEN = re.compile(rf"\b({'|'.join(sorted(RETIRED_PHRASES, key=len, reverse=True))})\b", re.IGNORECASE)
@@ -108,7 +96,7 @@ def retired(name: str, path: str = "") -> list[str]:
     if name.lstrip("_") in RETIRED_CLASSES:
         return [name]
     lanes = path.startswith(WARP_LANES)
-    newer = not path.startswith(BEING_REWRITTEN) and name not in SHARED_NAMES.get(path, ())
+    newer = name not in SHARED_NAMES.get(path, ())
     return [
         word
         for word in words(name)
@@ -139,18 +127,17 @@ def fault(text: str) -> str:
     return "; ".join(f"{one}: write {RETIRED_PHRASES[one]}" for one in spoken)
 
 
-def rewritten(package: str) -> Iterator[tuple[str, ast.Module]]:
+def modules(package: str) -> Iterator[tuple[str, ast.Module]]:
     """The modules for which all rules hold."""
     for path in sources(package):
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(BEING_REWRITTEN):
-            yield name, ast.parse(path.read_text("utf-8"))
+        yield name, ast.parse(path.read_text("utf-8"))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_docstring_is_a_sentence_in_the_fields_words(package: str) -> None:
     found = []
-    for name, tree in rewritten(package):
+    for name, tree in modules(package):
         found += [f"{name}:{line}: {wrong}" for line, text in documented(tree) if (wrong := fault(text))]
         if ast.get_docstring(tree) is None:
             found.append(f"{name}: the module has no summary")
@@ -160,7 +147,7 @@ def test_every_docstring_is_a_sentence_in_the_fields_words(package: str) -> None
 def test_no_class_name_stands_twice() -> None:
     places = defaultdict(list)
     for package in PACKAGES:
-        for name, tree in rewritten(package):
+        for name, tree in modules(package):
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     places[node.name].append(name)
@@ -203,9 +190,8 @@ def test_a_fragment_and_a_retired_word_of_a_docstring_are_seen(text: str, wrong:
 
 
 @pytest.mark.parametrize("name", ["told", "_watched", "company", "row_mail", "Foretold", "wishes"])
-def test_a_newer_retired_word_is_seen_but_in_what_is_being_rewritten(name: str) -> None:
+def test_a_newer_retired_word_is_seen_as_well(name: str) -> None:
     assert retired(name, "service/core/request.py")
-    assert not retired(name, "engine/execution/rows.py")
 
 
 @pytest.mark.parametrize(

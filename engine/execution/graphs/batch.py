@@ -63,7 +63,7 @@ class BatchedSteps:
         self._poller = RingPoller()
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures every bucket, largest first. Rows are idle meanwhile."""
+        """Compiles and captures the steps of all buckets."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         for done, rows in enumerate(reversed(self._buckets)):
             progress("batches", done, len(self._buckets))
@@ -98,7 +98,6 @@ class BatchedSteps:
         run.go(states.finish(run.library, own, self._report))
 
     def update(self, update: Changes) -> None:
-        """See `pipeline.BatchDevice`."""
         vocabulary = self._parts.model.config.vocab_size
         require_known((own.sequence.token_ids[own.first] for own in update.entered), vocabulary)
         self._rows.send(update)
@@ -113,11 +112,9 @@ class BatchedSteps:
             self._step(launch.rows, sampled)
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
-        """See `pipeline.BatchDevice`."""
         return all_entries(self._ring[number % RING, :rows], number)
 
     def wait(self) -> None:
-        """See `pipeline.BatchDevice`."""
         self._poller.wait()
 
     def close(self) -> None:
@@ -194,7 +191,7 @@ class Batched:
         return Capacity(many=self._pipeline.most_rows)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures."""
+        """Compiles and captures the steps of all buckets."""
         with torch.inference_mode():
             self._steps.warmup(progress)
 

@@ -80,7 +80,7 @@ def _same(one: Steps, other: Steps) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BatchBucket:
-    """The steps of so many rows side by side, and their memory."""
+    """The steps of a bucket's rows side by side, and their memory."""
 
     buffers: StepBuffers
     state: State
@@ -135,7 +135,7 @@ class RowSteps(ABC, Generic[Memory]):
 
     @abstractmethod
     def _made(self, size: int) -> Memory:
-        """Makes the memory and the steps of so many rows. Raises BuildError."""
+        """Makes the memory and the steps of `size` rows. Raises BuildError."""
 
     def _bucket(self, size: int) -> Memory:
         found = self._buckets.get(size)
@@ -150,12 +150,11 @@ class RowSteps(ABC, Generic[Memory]):
         return self._here
 
     def _room(self, size: int) -> tuple[StepBuffers, State]:
-        """Returns what so many rows live in, all of them idle."""
+        """Returns the memory of `size` rows, all of them idle."""
         state = idle(size, self._weights.table.device)
         return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
 
     def update(self, update: Rewrite | MorePages) -> None:
-        """See `pipeline.RowDevice`."""
         if isinstance(update, MorePages):
             self._add_pages(update.index, update.first, update.pages)
             return
@@ -184,11 +183,9 @@ class RowSteps(ABC, Generic[Memory]):
         row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def poll(self, index: int, number: int) -> int | None:
-        """See `pipeline.RowDevice`."""
         return entry_of(self._current.ring, index, number)
 
     def wait(self) -> None:
-        """See `pipeline.RowDevice`."""
         self._poller.wait()
 
     def close(self) -> None:
@@ -206,7 +203,7 @@ class CapturedSteps(RowSteps[BatchBucket]):
         self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
     def build(self, sizes: Rows[int]) -> None:
-        """Makes the steps of so many rows each. Raises BuildError."""
+        """Makes the steps of these buckets. Raises BuildError."""
         for size in sizes:
             self._bucket(size)
 
@@ -280,7 +277,7 @@ class CapturedSteps(RowSteps[BatchBucket]):
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, rows: int) -> float:
-        """What a step of this bucket takes, about: while nobody is in it."""
+        """Returns about how many seconds a step of this bucket takes. Its rows must be idle."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         here, many = self._buckets[rows], SIZES[0]
         graph = self._graph((here.two_pass or here.reaches)[0], many)
@@ -376,7 +373,6 @@ class GraphDecode:
                 pipeline.lookahead = {size: plain_lookahead(device.seconds(size)) for size in device.sizes}
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
-        """See `router.LaunchesAhead`."""
         return in_flight(self._pipelines, rows)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:

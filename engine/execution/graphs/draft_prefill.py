@@ -46,12 +46,12 @@ class DraftPrefill:
             self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
 
     def _timed(self, count: int) -> float:
-        """Of a pass of so many tokens of nobody."""
-        nobody = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
-        nobody.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        """Times a pass of `count` tokens of no sequence."""
+        stand_in = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
         began = time.perf_counter()
-        self._passes.replay(Pass([Chunk(row, nobody, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        self._passes.replay(Pass([Chunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
         torch.cuda.synchronize()
         return time.perf_counter() - began
 

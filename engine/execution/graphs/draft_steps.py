@@ -71,10 +71,11 @@ class DraftSteps:
         return found if how.dependent else [one.alone() for one in found]
 
     def drafted(self, library: Kernels, places: RowPages, first: FirstNorm, count: int) -> Launch:
-        """Lays out the target's rows: the newest token and so many guesses."""
+        """Lays out the target's rows: the newest token and `count` guesses."""
         return speculation.drafted(library, self._state, places, first, self._guessing, self._rows(count), count)
 
     @staticmethod
     def _rows(number: int) -> int:
-        """Of a sequence, in the step that makes a guess: the two newest tokens, or the last guess."""
+        """Returns the rows of a sequence in the step that makes guess `number`: the two newest tokens, or the last
+        guess."""
         return DRAFT_ROWS[number > 1]

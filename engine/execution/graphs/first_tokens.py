@@ -119,7 +119,6 @@ class FirstTokens:
         return result_of(entry)
 
     def close(self) -> None:
-        """Drops the graphs."""
         for chain in (self._greedy, self._two_pass, self._drawing):
             if chain is not None:
                 chain.graph = None
@@ -185,7 +184,6 @@ class ManyFirstTokens:
         return [result_of(entry) for entry in entries]
 
     def close(self) -> None:
-        """Drops the graph."""
         self._graph = None
 
 

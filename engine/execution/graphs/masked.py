@@ -46,7 +46,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class MaskedBucket:
-    """The halves of a step of so many rows, and their memory."""
+    """The halves of a step of a bucket's rows, and their memory."""
 
     buffers: StepBuffers
     state: State
@@ -148,15 +148,12 @@ class Constrained:
         return self._pipeline.masked_step(share.rows, options)
 
     def mask(self, key: int) -> Mask:
-        """See `pipeline.Grammar`."""
         return self._constraints.mask(key)
 
     def ready(self, key: int) -> bool:
-        """See `pipeline.Grammar`."""
         return self._constraints.ready(key)
 
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
-        """See `pipeline.Grammar`."""
         found = self._constraints.ended(found, [self._sequences.of(row) for row in rows])
         return self._constraints.follow(rows, found)
 

@@ -125,8 +125,8 @@ def passes(
 
 
 def cheapest(costs: Mapping[int, float], tokens: int) -> tuple[float, int]:
-    """What so many tokens cost, and the room of their first pass: one that holds them all, or the largest that they
-    fill, which others follow."""
+    """Returns what `tokens` tokens cost, and the room of their first pass: one that holds them all, or the largest that
+    they fill, which others follow."""
     sizes = tuple(costs)
     at = bisect_left(sizes, tokens)
     whole = (costs[sizes[at]], sizes[at]) if at < len(sizes) else (math.inf, 0)

@@ -73,7 +73,7 @@ class LayersTimed:
         buffers.places.position.fill_(-1)
 
     def __call__(self, buffers: StepBuffers) -> float:
-        """Milliseconds."""
+        """Returns the milliseconds that the first layers take."""
         chain = prepare_layers(self._library, self._weights, buffers, self._plan)
 
         def enqueue() -> None:

@@ -48,7 +48,7 @@ class CapturedPasses:
         device = parts.model.placement.device
         self.run = ForwardPass(parts, sizes, chunks[0])
         pages = -(-parts.max_context // PAGE_SIZE)
-        self._mail = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
+        self._mailbox = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
         self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
         self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
@@ -56,7 +56,7 @@ class CapturedPasses:
     @property
     def arrived(self) -> torch.Tensor:
         """What the device was sent of the last pass, as `Layout` has it."""
-        return self._mail.arrived
+        return self._mailbox.arrived
 
     def warmup(self, recorder: Recorder, progress: Progress) -> None:
         """Compiles and captures every size, and measures what it costs."""
@@ -75,14 +75,14 @@ class CapturedPasses:
         """No pages are known yet, so a pass of no tokens must do: it writes none."""
         empty = np.zeros(layout.pages, dtype=np.int32)
         empty[layout.positions : layout.owners] = -1
-        self._mail.send(empty)
+        self._mailbox.send(empty)
 
     def _measured(self) -> dict[int, float]:
         rounds = [[self._seconds(Layout(size, self._chunks[-1])) for size in self.sizes] for _ in range(_ROUNDS)]
         return dict(zip(self.sizes, map(min, *rounds), strict=True))
 
     def _seconds(self, layout: Layout) -> float:
-        """Of a pass, all but attention, which takes as long however tokens are shared out."""
+        """Times a pass without its attention, which takes as long however tokens are shared out."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         self._send_nothing(layout)
         begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -99,25 +99,26 @@ class CapturedPasses:
                 self._forward(Layout(size, chunks))
 
     def replay(self, one: Pass, options: StepOptions = ALL_OPTIONS) -> None:
-        """Enqueues a pass."""
+        """Enqueues a pass of chunks."""
         size = next(size for size in self.sizes if one.tokens <= size)
         layout = Layout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
-        self._mail.send(layout.words(one))
+        self._mailbox.send(layout.words(one))
         if options.graphs:
             self._graphs[layout].replay()
         else:
             self._forward(layout)
 
     def close(self) -> None:
-        """Drops the graphs."""
         self._graphs.clear()
 
     def _forward(self, layout: Layout) -> None:
-        mail, run = self._mail.arrived, self.run
-        table, ends = mail[TABLE : layout.ends].view(-1, 4), mail[layout.ends : layout.ids].view(-1, 4)
-        pages = mail[layout.pages :].view(-1, 1)
-        places = ops.TokenPlaces(mail[layout.positions : layout.owners], pages, mail[layout.owners : layout.pages])
-        fed = ops.Chunk(place=mail, tokens=mail[layout.ids : layout.positions])
+        arrived, run = self._mailbox.arrived, self.run
+        table, ends = arrived[TABLE : layout.ends].view(-1, 4), arrived[layout.ends : layout.ids].view(-1, 4)
+        pages = arrived[layout.pages :].view(-1, 1)
+        places = ops.TokenPlaces(
+            arrived[layout.positions : layout.owners], pages, arrived[layout.owners : layout.pages]
+        )
+        fed = ops.Chunk(place=arrived, tokens=arrived[layout.ids : layout.positions])
         attention = PassAttention(run, places, ops.Chunks(table, pages), self._splits)
         alone = replace(attention, chunks=ops.Chunks(ends, pages))
         run.enqueue(fed, attention, Ends(table, alone))
@@ -235,7 +236,7 @@ class GraphPrefill:
         return found
 
     def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
-        """By the sampler."""
+        """Lets the sampler choose."""
         if not kept:
             return {}
         of = self._parts.sequences.of
@@ -265,7 +266,6 @@ class GraphPrefill:
         return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
 
     def close(self) -> None:
-        """Drops the graphs."""
         self._passes.close()
         self._many.close()
         if self._one is not None:
@@ -290,7 +290,7 @@ def ask(parts: Parts) -> None:
 
 
 def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Sizes that so many tokens fill, or the least of those that hold them."""
+    """Returns the sizes that `tokens` tokens fill, or the least of those that hold them."""
     return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
 
 

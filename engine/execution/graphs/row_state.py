@@ -64,7 +64,7 @@ def fill(rows: Rows[RowState], width: int, number: int) -> torch.Tensor:
 
 
 def idle(width: int, device: torch.device) -> State:
-    """Of so many rows, all of them nobody's, on the device."""
+    """Makes the state of `width` idle rows on the device."""
     return state_of(fill((), width, 0).to(device))
 
 

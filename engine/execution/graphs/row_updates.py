@@ -1,8 +1,8 @@
 """Updates of many rows' states: rows that come, go and move, in the kernels' words. Rows that choose by more than
 temperature have tables of biases and marks where they ask for them; the others have memory for none.
 
-Torch's allocator gives memory back in the order of the stream, so that steps under way for a row that has left count in
-nobody else's marks.
+Torch's allocator gives memory back in the order of the stream, so that steps in flight for a row that has left never
+count in another row's marks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RowUpdateEncoder:
         self._asking: dict[int, Tables | None] = {}
 
     def sampled(self, rows: int) -> bool:
-        """Returns whether one of the first so many row states asks for the stages."""
+        """Returns whether one of the first `rows` row states asks for the sampling stages."""
         return any(index < rows for index in self._asking)
 
     def rehearsal(self) -> Tables:
@@ -118,8 +118,8 @@ class RowUpdates:
         self._run = run
         self._vocabulary = vocabulary
         self.states = states.allocate(rows, pages, device)
-        self._mail = Mailbox(rows * (1 + states.ENTER_WORDS + pages), device)
-        self._change = states.change(run.library, self.states, self._mail.arrived)
+        self._mailbox = Mailbox(rows * (1 + states.ENTER_WORDS + pages), device)
+        self._change = states.change(run.library, self.states, self._mailbox.arrived)
         self._encoder = RowUpdateEncoder(vocabulary, device)
 
     def rehearse(self) -> None:
@@ -132,7 +132,7 @@ class RowUpdates:
         batch_sampling.fill(self._run.library, self._vocabulary, self.states.token, 1)
 
     def sampled(self, rows: int) -> bool:
-        """Returns whether one of the first so many row states asks for the sampling stages."""
+        """Returns whether one of the first `rows` row states asks for the sampling stages."""
         return self._encoder.sampled(rows)
 
     def send(self, changes: Changes) -> None:
@@ -144,7 +144,7 @@ class RowUpdates:
         self._send(encoded.moves)
 
     def forget(self, rows: int) -> None:
-        """Frees the tables of the first so many rows, which have ended by themselves, behind what is enqueued."""
+        """Frees the tables of the first `rows` rows, which have ended by themselves, behind what is enqueued."""
         self._encoder.encode(Changes(left=tuple(range(rows))))
 
     def choose(self, logits: ProductParts, own: states.RowStates, *, sampled: bool) -> None:
@@ -156,10 +156,10 @@ class RowUpdates:
 
     def _send(self, words: Items[list[int]]) -> None:
         if words:
-            self._mail.send(states.mail_of(words))
+            self._mailbox.send(states.packed_words(words))
             self._run.launcher.enqueue((states.times(self._change, len(words)),))
 
     def _fill(self, tables: Items[batch_sampling.Tables]) -> None:
-        words = states.mail_of([one.words() for one in tables])
+        words = states.packed_words([one.words() for one in tables])
         sent = torch.tensor(words, dtype=torch.int32, pin_memory=True).to(self.states.token.device, non_blocking=True)
         self._run.launcher.enqueue((batch_sampling.fill(self._run.library, self._vocabulary, sent, len(tables)),))

@@ -64,7 +64,7 @@ class GroupSteps:
 
 
 class VerifyGraphs:
-    """Verifying launches for up to so many sequences, of every group. Calls go to torch's current stream."""
+    """Verifying launches for a fixed number of sequences, of every group. Calls go to torch's current stream."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class VerifyGraphs:
         groups: Sequence[int] = GROUPS,
         beside: VerifyGraphs | None = None,
     ) -> None:
-        """Of several sequences, there is one group, since their rows stand side by side as they are laid out. `beside`:
+        """Several sequences have one group, since their rows stand side by side as they are laid out. `beside`: graphs
         whose sampling state may be used in turns."""
         self._library = library
         self._weights = weights
@@ -90,17 +90,17 @@ class VerifyGraphs:
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
-        self._mail = Mailbox(layout.size, device)
-        self._state = layout.state(self._mail.arrived)
+        self._mailbox = Mailbox(layout.size, device)
+        self._state = layout.state(self._mailbox.arrived)
         self._state.newest.fill_(-1)
         room = allocate(weights, layout.rows, 1, 1)
         verifying, *guessing = self._state.draws
         choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
-        places = RowPages(room.places.position, layout.pages(self._mail.arrived))
+        places = RowPages(room.places.position, layout.pages(self._mailbox.arrived))
         self._room: StepBuffers = replace(room, choice=choice, places=places)
         self._verified: Verified = replace(
             speculation.allocate(sequences, layout.laid, 1, _RING, device),
-            history=layout.history(self._mail.arrived),
+            history=layout.history(self._mailbox.arrived),
             newest=self._state.newest,
             held=self._state.held,
             last_position=self._state.last_position,
@@ -134,7 +134,7 @@ class VerifyGraphs:
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
     def _guess(self, plan: ChainPlan, count: int) -> list[KernelLaunch]:
-        """What lays out a draft of so many tokens in front of the step that verifies them."""
+        """Returns the launches that lay out a draft of `count` tokens in front of the step that verifies them."""
         if self._guessing is None:
             return []
         laid = self._propose()
@@ -186,9 +186,9 @@ class VerifyGraphs:
         for done, steps in enumerate(wanted):
             progress("graphs", done, len(wanted))
             self._graph(steps).replay()
-        nobody = self._mail.arrived[: self._layout.block].cpu().numpy()
+        idle = self._mailbox.arrived[: self._layout.block].cpu().numpy()
         for _ in range(2):  # both of its slots
-            self._mail.send(nobody)
+            self._mailbox.send(idle)
         for pages in ([0], [0, 0]):
             self._add_pages(MorePages(0, 0, tuple(pages), cut=True))
         self._enqueue_start()
@@ -217,11 +217,12 @@ class VerifyGraphs:
         return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
 
     def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
-        """Of one, for sequences of nobody's that stand `at`. It is told how many tokens each may come to hold."""
+        """Returns the seconds of a launch for sequences of no caller whose newest tokens stand `at`. `launch` is given
+        the most tokens that each may come to hold."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         longest = self._pretend(at, drafts)
         stand = self._recorder.record(lambda: self._stand(at))  # a graph behind other launches begins later
-        for _ in range(_BEFORE):  # of rows that nobody has: while they run, the host gets ahead
+        for _ in range(_BEFORE):  # idle rows: while they run, the host gets ahead
             launch(longest)
         found = []
         for _ in range(_TIMINGS):
@@ -236,9 +237,9 @@ class VerifyGraphs:
         return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in found)
 
     def _pretend(self, at: int, most_drafts: int) -> int:
-        """Writes sequences of nobody's; how many tokens each may come to hold in a round."""
+        """Writes sequences of no caller. Returns the most tokens that each may come to hold in a launch."""
         state = self._state
-        self._mail.arrived.zero_()
+        self._mailbox.arrived.zero_()
         for part in (state.newest, state.stops):
             part.fill_(-1)
         for part, value in ((state.held, self._max_context), (state.most_drafts, most_drafts)):
@@ -282,7 +283,7 @@ class VerifyGraphs:
         if self._draft is not None:
             for row in rows:
                 self._draft.compute(row.sequence, prefix_length(row.position))
-        self._mail.send(self._layout.of(rows, update.number, known), self._layout.others(known))
+        self._mailbox.send(self._layout.of(rows, update.number, known), self._layout.others(known))
         self._draws = any(sampled.needed(row.sequence) for row in rows)
         if self._draws:
             for at in range(len(rows) * self._layout.laid):
@@ -320,11 +321,9 @@ class VerifyGraphs:
             self._launcher.enqueue(steps.chain)
 
     def poll(self, index: int, number: int) -> int | None:
-        """See `pipeline.RowDevice`."""
         return entry_of(self._ring, index, number, _RING)
 
     def wait(self) -> None:
-        """See `pipeline.RowDevice`."""
         self._poller.wait()
 
     def close(self) -> None:

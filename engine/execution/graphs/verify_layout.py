@@ -46,7 +46,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Of so many sequences, each with rows for its newest token and the longest draft."""
+    """The words of `sequences` sequences, each with rows for its newest token and the longest draft."""
 
     sequences: int
     laid: int  # rows that are laid out for each, of whatever group the next round is
@@ -54,7 +54,6 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Of all sequences."""
         return self.sequences * self.laid
 
     @property
@@ -74,17 +73,16 @@ class Layout:
 
     @property
     def most_pages(self) -> int:
-        """Of a sequence, in words of their own: each has a line of the table."""
+        """Returns the pages of a sequence, rounded up: each sequence has a line of the table."""
         return _even(-(-self.most_tokens // PAGE_SIZE))
 
     @property
     def tokens(self) -> int:
-        """Where they begin."""
+        """Returns the word at which the token ids begin."""
         return self.block + self.sequences * self.most_pages
 
     @property
     def size(self) -> int:
-        """Words in all."""
         return self.tokens + self.sequences * self.most_tokens
 
     def state(self, words: torch.Tensor) -> State:

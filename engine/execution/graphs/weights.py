@@ -56,7 +56,6 @@ def _objection(linear: Linear) -> str | None:
 
 
 def heads_of(config: ModelConfig) -> Heads:
-    """The head layout."""
     return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
 
 
@@ -81,7 +80,8 @@ def why_one_pass(parts: Parts) -> str | None:
 
 
 def with_coarse_copy(weights: StepWeights, free: int, gpu: GpuShape) -> StepWeights:
-    """The same with a coarse copy of the head, given so many free bytes. Raises Unfit where that is too little."""
+    """Returns the weights with a coarse copy of the head, which `free` bytes of memory must hold. Raises Unfit where
+    that is too little."""
     needed = two_pass.copy_bytes(weights.head)
     if free - needed < KEPT:
         have, need, keep = (size >> 20 for size in (free, needed, KEPT))

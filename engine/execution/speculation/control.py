@@ -41,7 +41,7 @@ class Tally:
         return self.accepted / self.tried
 
     def add(self, proposed: int, accepted: int, memory: float) -> None:
-        """A round; `memory`: of what was told before it."""
+        """Adds what came of a draft. `memory`: the weight of what was observed before."""
         self.tried = self.tried * memory + accepted + (accepted < proposed)
         self.accepted = self.accepted * memory + accepted
 
@@ -59,7 +59,7 @@ class Record:
 
 
 class Control:
-    """Decides before each step, and is told after it."""
+    """Decides before each step, and observes what came of it."""
 
     def __init__(self, costs: Costs, *, learns: bool = False) -> None:
         """`learns`: where those before did worse than `PRIOR`, no more is expected of a new sequence."""
@@ -91,7 +91,7 @@ class Control:
             record.resumes_at = len(one.sequence.token_ids) + record.rest
 
     def choose(self, found: Items[Candidate], rows: int, tokens: int) -> Candidate:
-        """Of proposers for one sequence, the first of those that would make most tokens a second of a step as for
+        """Returns the first of the proposers for one sequence that would make most tokens a second of a step as for
         `depths`. One that was not chosen for long has its turn: what a text repeats changes as it goes on."""
         length = len(found[0].sequence.token_ids)
         chosen = found[0]
@@ -105,7 +105,7 @@ class Control:
         return chosen
 
     def _tokens_a_second(self, one: Candidate, rows: int, tokens: int) -> float:
-        """Of a step in which it alone is drafted for, as long as is best."""
+        """Returns the tokens a second of a step in which it alone is drafted for, as long as is best."""
         rate, best = self._record(one).tally.rate, rows / self._costs.seconds(tokens)
         gain, expected = rate, float(rows)
         for depth in range(1, 1 + one.most):
@@ -152,7 +152,8 @@ class Control:
                 best, found = expected / seconds, list(depths)
 
     def _best_alone(self, one: Candidate, rate: float, tokens: int) -> int:
-        """The same where nobody else is in the step: while rounds of 0.1 ms are launched ahead, this is asked often."""
+        """Returns the best depth for a sequence that is alone in the step: this is asked often, while launches of 0.1
+        ms are in flight."""
         best, found, expected, gain = _MARGIN / self._costs.seconds(tokens), 0, 1.0, rate
         for depth in range(1, 1 + one.most):
             expected += gain
@@ -163,7 +164,7 @@ class Control:
         return found
 
     def _seconds(self, candidates: Items[Candidate], depths: Items[int], tokens: int) -> float:
-        """Of a step with these drafts."""
+        """Returns the seconds of a step with these drafts."""
         seconds = self._costs.seconds(tokens + sum(depths))
         for proposer in {id(one.proposer): one.proposer for one in candidates}.values():
             asked = [depth for one, depth in zip(candidates, depths, strict=True) if one.proposer is proposer and depth]

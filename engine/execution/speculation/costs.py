@@ -27,7 +27,7 @@ class Costs:
         self._table = [self._between(max(tokens, 1)) for tokens in range(SIZES[-1] + 1)]  # asked for in every step
 
     def seconds(self, tokens: int) -> float:
-        """Of a step that feeds so many tokens, at least one."""
+        """Returns the seconds of a step that feeds `tokens` tokens, at least one."""
         return self._table[tokens] if tokens < len(self._table) else self._between(tokens)
 
     def _between(self, tokens: int) -> float:
@@ -46,8 +46,8 @@ class Costs:
 def measure(
     step: Callable[[int, int], None], most: int, clock: Clock, between: Callable[[], None] = lambda: None
 ) -> Costs:
-    """Costs of `step`, which feeds so many tokens behind so many others; of all there may be `most`. `between`: done
-    before each, and not counted."""
+    """Measures the costs of `step`, which feeds the first number of tokens behind the second; all together there may be
+    `most`. `between` is done before each, and not counted."""
     known: dict[int, float] = {}
     before = max(0, min(_CONTEXT, most - SIZES[-1]))
     began = time.perf_counter()

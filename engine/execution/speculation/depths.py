@@ -26,7 +26,7 @@ def can_verify(sequence: SequenceState) -> bool:
 
 @dataclass(slots=True)
 class Stay:
-    """Of a sequence in rounds with a draft model."""
+    """What verifying launches with a draft model lost or won a sequence."""
 
     sequence: SequenceState
     lost: float = 0.0  # seconds against plain steps since it was furthest ahead of them
@@ -54,13 +54,11 @@ class PaidDepths:
         self._stays: dict[int, Stay] = {}  # by slot
 
     def most(self, sequence: SequenceState) -> int:
-        """See `groups.Depths`."""
         if not can_verify(sequence):
             return 0
         return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
 
     def depth(self, sequence: SequenceState) -> int:
-        """See `groups.Depths`."""
         reach = self._reach(sequence)
         if reach < 1:
             return 0
@@ -71,7 +69,6 @@ class PaidDepths:
         return min(self.most(sequence), self._proposer.reach(sequence))
 
     def observe(self, sequence: SequenceState, one: Verified) -> None:
-        """See `groups.Depths`."""
         self._control.observe(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
         if self._behind is not None:
             stay, plain = self._stay(sequence), self._costs.seconds(1)
@@ -95,7 +92,7 @@ class PaidDepths:
         return cost <= saved * min(rest, SOON)
 
     def holds(self, sequence: SequenceState) -> bool:
-        """See `groups.Depths`: as long as it has lost less than it would by going back and coming again."""
+        """Returns whether the sequence has lost less than it would by going back and coming again."""
         if self._behind is None or self._reach(sequence) < 1:
             return False
         return self._stay(sequence).lost < self._switching(sequence)
@@ -109,7 +106,6 @@ class PaidDepths:
         return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
-        """See `groups.Depths`."""
         stay = self._stay(sequence)
         stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
 

@@ -15,7 +15,7 @@ import torch
 
 from engine.api import GREEDY, Stopping
 from engine.execution.speculation.costs import Costs, clock_of, measure
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest
 from engine.kv.kv_cache import KvCache
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput, Transformer
@@ -48,7 +48,7 @@ class Followed:
 
 
 class DraftModel:
-    """A `Proposer`."""
+    """A `Proposer` with weights of its own."""
 
     name = "draft_model"
 
@@ -61,7 +61,6 @@ class DraftModel:
         self._first = self._further = Costs({1: 0.0})  # steps for so many sequences
 
     def measure(self, target: Callable[[], None]) -> None:
-        """See `Proposer`."""
         most = min(self.pool.pages * PAGE_SIZE, self.model.rope.shape[0])
         clock = clock_of(self.model.placement.device)
         self._first = measure(partial(self._rehearse, _LACKED), most, clock, between=target)
@@ -72,24 +71,24 @@ class DraftModel:
         return self._first.seconds(rows) + (depth - 1) * self._further.seconds(rows) if depth else 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """As far as anyone wishes."""
+        """Returns the longest draft: the model always has a guess."""
         return MOST_DRAFTED
 
-    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+    def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
         """Token by token, those that want more of them together. Where that fails, it has computed nothing of them."""
         try:
-            return self._propose(wishes)
+            return self._propose(requests)
         except BaseException:
-            for wish in wishes:
-                self._followed.pop(wish.sequence.slot, None)
+            for request in requests:
+                self._followed.pop(request.sequence.slot, None)
             raise
 
-    def _propose(self, wishes: Items[Wish]) -> list[Draft]:
-        drafts: list[list[int]] = [[] for _ in wishes]
-        followed = [self._follow(wish.sequence) for wish in wishes]
+    def _propose(self, requests: Items[DraftRequest]) -> list[Draft]:
+        drafts: list[list[int]] = [[] for _ in requests]
+        followed = [self._follow(request.sequence) for request in requests]
         fed = [self._catch_up(one) for one in followed]
-        for depth in range(max(wish.most for wish in wishes)):
-            going = [at for at, wish in enumerate(wishes) if len(drafts[at]) == depth < wish.most]
+        for depth in range(max(request.most for request in requests)):
+            going = [at for at, request in enumerate(requests) if len(drafts[at]) == depth < request.most]
             if not going:
                 break
             going.sort(key=lambda at: len(fed[at]) > 1)  # as attention wants them
@@ -146,8 +145,9 @@ class DraftModel:
         return self.model.logits(self.model.forward(step, self.pool))
 
     def _rehearse(self, lacked: int, rows: int, before: int) -> None:
-        """A step for so many sequences of nobody's, each of which lacks so many tokens behind so many others."""
+        """Feeds `lacked` tokens behind `before` others for each of `rows` sequences of no caller, and chooses after
+        each."""
         pages = list(range(-(-(before + lacked) // PAGE_SIZE)))
-        nobody = SequenceState(-1, -1, [], 0, GREEDY, Stopping(max_tokens=1), None, pages=pages)
-        logits = self._feed([(Followed(nobody, 0, before), [0] * lacked)] * rows)
-        self._sampler.choose([nobody] * rows, logits)
+        stand_in = SequenceState(-1, -1, [], 0, GREEDY, Stopping(max_tokens=1), None, pages=pages)
+        logits = self._feed([(Followed(stand_in, 0, before), [0] * lacked)] * rows)
+        self._sampler.choose([stand_in] * rows, logits)

@@ -16,7 +16,7 @@ from engine.execution.speculation import costs
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Proposer, Wish
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
 from engine.execution.speculation.verify import accept, most_draftable
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
@@ -67,8 +67,8 @@ class Speculation:
         self._control = Control(self.costs)
 
     def measured(self) -> Costs:
-        """What steps cost here and now; its proposers find out what drafts do. Overwrites the first pages, which must
-        be nobody's."""
+        """Measures what steps cost here and now; its proposers measure what drafts do. Overwrites the first pages,
+        which no sequence may hold."""
         clock = costs.clock_of(self._parts.model.placement.device)
         most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
         with torch.inference_mode():
@@ -77,7 +77,6 @@ class Speculation:
             return costs.measure(self._eager.rehearse, most, clock)
 
     def drafts(self, step: StepRows) -> Drafts:
-        """See `router.Proposes`."""
         wanted = self._decide(step.all)
         if not wanted:
             return NO_DRAFTS
@@ -149,7 +148,7 @@ class Speculation:
         for proposer in self._proposers:
             asked = [(one, depth) for one, depth in wanted if one.proposer is proposer]
             if asked:
-                found = proposer.propose([Wish(one.sequence, depth) for one, depth in asked])
+                found = proposer.propose([DraftRequest(one.sequence, depth) for one, depth in asked])
                 drafts |= {one.sequence.key: draft for (one, _), draft in zip(asked, found, strict=True)}
         return drafts
 

@@ -47,7 +47,7 @@ class Depths(Protocol):
 
 
 def group_of(depth: int) -> int:
-    """Rows of the shortest round that drafts so many tokens."""
+    """Returns the rows of the shortest group that holds a draft of `depth` tokens."""
     return next(group for group in GROUPS if group > depth)
 
 
@@ -55,8 +55,8 @@ class SinglePolicy:
     """A `GroupPolicy` for one sequence, which it keeps for a while in verifying launches without a draft."""
 
     def __init__(self, depths: Depths, stays: int = STAYS, beginning: int = 0) -> None:
-        """`stays`: tokens without a draft until the sequence goes back. `beginning`: so many tokens of an answer
-        come in verifying launches whether or not there is a draft."""
+        """`stays`: tokens without a draft until the sequence goes back. `beginning`: tokens of an answer that come in
+        verifying launches whether or not there is a draft."""
         self._stays = stays
         self._beginning = beginning
         self._depths = depths
@@ -64,7 +64,6 @@ class SinglePolicy:
         self._until = 0  # its length at which it goes back
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
-        """See `verifying.GroupPolicy`."""
         (sequence,) = sequences
         if not self._depths.most(sequence):
             return 0
@@ -83,11 +82,9 @@ class SinglePolicy:
         return int(stays)
 
     def most(self, sequence: SequenceState) -> int:
-        """See `verifying.GroupPolicy`."""
         return self._depths.most(sequence)
 
     def observe(self, sequence: SequenceState, one: Verified) -> None:
-        """Of drafts."""
         if one.proposed:
             self._depths.observe(sequence, one)
 
@@ -105,12 +102,12 @@ class Record:
     resumes_at: int = 0  # length of the sequence before which it is in no rounds
 
     @property
-    def brings(self) -> float:
-        """Tokens a round."""
+    def per_launch(self) -> float:
+        """Returns the mean tokens of a launch."""
         return self.tokens / self.rounds
 
     def add(self, tokens: int) -> None:
-        """A round brought so many."""
+        """Adds a launch that gave `tokens` tokens."""
         self.tokens = self.tokens * _MEMORY + tokens
         self.rounds = self.rounds * _MEMORY + 1
 
@@ -121,8 +118,8 @@ class SeveralPolicy:
     def __init__(
         self, group: int, seconds: float, plain: Callable[[int], float], estimate: AcceptanceEstimate, turn: float = 0.0
     ) -> None:
-        """`seconds` of a round, and of a plain step of so many rows. `turn`: seconds for which sequences stand still
-        when they come from plain steps, or go back."""
+        """`seconds` of a launch, and `plain` of a plain step by its rows. `turn`: seconds for which sequences stand
+        still when they come from plain steps, or go back."""
         self._group = group
         self._seconds = seconds
         self._plain = plain
@@ -132,7 +129,6 @@ class SeveralPolicy:
         self._step = 0.0  # seconds of a plain step of those that were asked about last
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
-        """See `verifying.GroupPolicy`."""
         self._step = self._plain(len(sequences))
         if not self._may_pay():
             return 0
@@ -162,7 +158,6 @@ class SeveralPolicy:
         return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
 
     def observe(self, sequence: SequenceState, one: Verified) -> None:
-        """Of rounds without a draft, too."""
         record = self._record(sequence)
         record.add(1 + one.accepted)
         record.lost = max(0.0, record.lost + self._seconds - (1 + one.accepted) * self._step)
@@ -173,16 +168,16 @@ class SeveralPolicy:
         return self._group * self._step >= self._seconds * _MARGIN
 
     def _pays(self, records: Items[Record], margin: float) -> bool:
-        """Whether rounds bring all of them so many times what plain steps do, and each of them about as much."""
-        plain, brings = self._step, [record.brings for record in records]
-        faster = sum(brings) * plain > margin * len(records) * self._seconds
-        return faster and min(brings) * plain * _OTHERS > self._seconds
+        """Returns whether launches give all of them `margin` times what plain steps do, and each about as much."""
+        plain, gains = self._step, [record.per_launch for record in records]
+        faster = sum(gains) * plain > margin * len(records) * self._seconds
+        return faster and min(gains) * plain * _OTHERS > self._seconds
 
     def _won_back(self, records: Items[Record]) -> bool:
         """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
-        brings = sum(record.brings for record in records) / len(records)
+        gains = sum(record.per_launch for record in records) / len(records)
         plain, tokens = self._step, min(record.sequence.output_length for record in records)
-        return self._switching(records) <= max(SOON * (plain - self._seconds / brings), TRYING * plain * tokens)
+        return self._switching(records) <= max(SOON * (plain - self._seconds / gains), TRYING * plain * tokens)
 
     def _holds(self, records: Items[Record]) -> bool:
         """Whether each has lost less than it would by going back and coming again."""

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, Wish
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest
 from engine.scheduling.sequence_state import SequenceState
 
 SHORTEST, LONGEST = 2, 4  # tokens that must agree, and that are compared
@@ -60,7 +60,7 @@ class PromptLookup:
         self._places: dict[int, tuple[int, int]] = {}  # slot → length of the sequence, and its place
 
     def measure(self, target: Callable[[], None]) -> None:
-        """A few microseconds."""
+        """Measures nothing: a lookup takes a few microseconds."""
 
     def seconds(self, rows: int, depth: int) -> float:
         """Nothing beside a step."""
@@ -70,16 +70,16 @@ class PromptLookup:
         """All or nothing: where a match runs into the end, it goes round."""
         return MOST_DRAFTED if self._place(sequence) else 0
 
-    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+    def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
         """What stands behind the match of each."""
-        return [self._draft(wish) for wish in wishes]
+        return [self._draft(request) for request in requests]
 
-    def _draft(self, wish: Wish) -> Draft:
-        ids, place = wish.sequence.token_ids, self._place(wish.sequence)
+    def _draft(self, request: DraftRequest) -> Draft:
+        ids, place = request.sequence.token_ids, self._place(request.sequence)
         if not place:
             return ()
-        found = ids[place : place + wish.most]
-        for at in range(wish.most - len(found)):
+        found = ids[place : place + request.most]
+        for at in range(request.most - len(found)):
             found.append(found[at])
         return tuple(found)
 

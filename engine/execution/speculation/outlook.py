@@ -1,7 +1,7 @@
-"""What rounds for several sequences would bring one of them, while it has none. Torch-free.
+"""What verifying launches for several sequences would give one of them, while it has none. Torch-free.
 
-With prompt lookup, the host looks up in plain steps what a round would have guessed and sees what comes: so nobody is
-made to try rounds. What a draft model would have guessed is not to be had so cheaply: it is tried.
+With prompt lookup, the host looks up in plain steps what a launch would have guessed and sees what comes, so no
+sequence has to try launches. What a draft model would have guessed is not to be had so cheaply: it is tried.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.execution.pipeline import Verified
 from engine.execution.speculation.control import PRIOR
 from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Draft, Wish
+from engine.execution.speculation.proposer import Draft, DraftRequest
 from engine.scheduling.sequence_state import SequenceState
 
 _PRIOR_RATE = PRIOR[0] / PRIOR[1]  # that a guess is right, when a draft model is tried again
@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: 
 
 
 class AcceptanceEstimate(Protocol):
-    """Of sequences that decode together; keeps what it needs of them by slot."""
+    """What drafts are expected to give sequences that decode together. Keyed by slot."""
 
     @property
     def tried(self) -> bool:
@@ -78,29 +78,24 @@ class LookupEstimate:
         self._watches: dict[int, LookupWatch] = {}  # by slot
 
     def first(self, sequence: SequenceState, most: int) -> float:
-        """See `AcceptanceEstimate`: nothing."""
         return 1.0
 
     def prior(self, sequence: SequenceState, most: int) -> float:
-        """See `AcceptanceEstimate`."""
         return 1.0
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        """See `AcceptanceEstimate`. Looks up the next draft, too."""
         watch, found, length = self._of(sequence), None, len(sequence.token_ids)
         if watch.guessed_at and length > watch.guessed_at:
             found = watch.compare()
         if not watch.guessed_at and length >= watch.looks_at:
-            watch.guess = self._lookup.propose((Wish(sequence, most),))[0] if most else ()
+            watch.guess = self._lookup.propose((DraftRequest(sequence, most),))[0] if most else ()
             watch.guessed_at = length
         return found
 
     def observe(self, sequence: SequenceState, one: Verified) -> None:
-        """See `AcceptanceEstimate`."""
         self._of(sequence).guessed_at = 0
 
     def behind(self, sequences: Items[SequenceState]) -> float:
-        """See `AcceptanceEstimate`."""
         return 0.0
 
     def _of(self, sequence: SequenceState) -> LookupWatch:
@@ -120,24 +115,19 @@ class DraftEstimate:
         self._depths = depths
 
     def first(self, sequence: SequenceState, most: int) -> float:
-        """See `AcceptanceEstimate`."""
         return _expected(self._depths.rate(sequence), most)
 
     def prior(self, sequence: SequenceState, most: int) -> float:
-        """See `AcceptanceEstimate`."""
         return _expected(_PRIOR_RATE, most)
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        """See `AcceptanceEstimate`."""
         return None
 
     def observe(self, sequence: SequenceState, one: Verified) -> None:
-        """See `AcceptanceEstimate`."""
         if one.proposed:
             self._depths.observe(sequence, one)
 
     def behind(self, sequences: Items[SequenceState]) -> float:
-        """See `AcceptanceEstimate`."""
         return sum(self._depths.behind(one) for one in sequences)
 
 

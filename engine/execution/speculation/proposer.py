@@ -12,8 +12,8 @@ MOST_DRAFTED: Final = 7  # tokens of a draft: with the last token, a step of eig
 Draft = tuple[int, ...]
 
 
-class Wish(NamedTuple):
-    """A draft is wanted of a sequence, of so many tokens at most."""
+class DraftRequest(NamedTuple):
+    """Asks for a draft of a sequence, of at most `most` tokens."""
 
     sequence: SequenceState
     most: int
@@ -33,11 +33,11 @@ class Proposer(Protocol):
     def reach(self, sequence: SequenceState) -> int:
         """How many tokens it could propose after the sequence's last one, were it asked in this step. Cheap."""
 
-    def propose(self, wishes: Items[Wish]) -> list[Draft]:
+    def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
         """A draft for each, which may be shorter than wished, or empty."""
 
     def seconds(self, rows: int, depth: int) -> float:
-        """What drafts of so many tokens for so many sequences cost, as measured at the start."""
+        """Returns the seconds of drafts of `depth` tokens for `rows` sequences, as measured at the start."""
 
     def measure(self, target: Callable[[], None]) -> None:
         """Finds out what `seconds` tells, with the step `target` of the model in between, as there is between drafts.

@@ -56,7 +56,7 @@ def why_no_draft(parts: Parts) -> str | None:
 
 
 def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
-    """The draft model as the kernels are told of a model."""
+    """Returns the draft model in the form in which the kernels are given a model."""
     return replace(parts, model=draft.model, pool=draft.pool, decode=DecodeWeights(), draft=None)
 
 
@@ -75,7 +75,7 @@ def _draft(parts: Parts, behind: DraftPrefill | None) -> DeviceDraft | None:
 
 
 def _devices(parts: Parts, behind: DraftPrefill | None) -> dict[int, VerifyGraphs]:
-    """By the most sequences of each."""
+    """Makes the graphs of each pipeline, keyed by its most sequences."""
     read, _ = weights.shared(parts)
     draft = _draft(parts, behind)
     alone = VerifyGraphs(parts.kernels, read, parts.max_context, draft=draft)
@@ -202,11 +202,9 @@ class CapturedSpeculation:
         return {"speculation": None, "graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
-        """See `router.LaunchesAhead`."""
         return {} if self._rows is None else self._rows.in_flight(rows)
 
     def drafts(self, step: StepRows) -> Drafts:
-        """See `router.Proposes`."""
         return NO_DRAFTS if self._rows is None else self._rows.drafts(step)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:

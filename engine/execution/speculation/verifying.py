@@ -27,7 +27,7 @@ class GroupPolicy(Protocol):
 
 
 class Way(NamedTuple):
-    """Verifying launches of up to so many sequences."""
+    """A pipeline of verifying launches, and what decides about it."""
 
     pipeline: Pipeline
     policy: GroupPolicy
@@ -48,11 +48,9 @@ class VerifyingRows:
         return tuple(self._ways)
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
-        """See `router.LaunchesAhead`."""
         return {row.key: most for most, way in self._ways.items() for row in way.pipeline.in_flight(rows)}
 
     def drafts(self, step: StepRows) -> Drafts:
-        """See `router.Proposes`."""
         rows = step.decoding
         most = next((most for most in self._ways if most >= len(rows)), 0)
         if not most:

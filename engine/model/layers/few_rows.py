@@ -80,7 +80,6 @@ class StepBuffers:
 
     @property
     def batch(self) -> int:
-        """Rows."""
         return self.places.position.shape[0]
 
     def first(self, rows: int) -> StepBuffers:
@@ -162,7 +161,7 @@ class ChainPlan:
     within_top: bool = False  # and where rows need no others than those of `SampledRow.within_top`
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
-        """Of one product."""
+        """Returns the tiling of one product."""
         found = self.tilings.get(stage)
         if found is not None:
             return found
@@ -235,7 +234,7 @@ def prepare_first(
     plan: ChainPlan,
     sampled: Sampling | None = None,
 ) -> tuple[Launch, ...]:
-    """The token that follows a chunk, chosen and told as a step of one row does it. Raises BuildError."""
+    """Returns the launches that choose the token behind a chunk as a step of one row does. Raises BuildError."""
     rest = [one.with_trigger(plan.trigger) for one in _choosing(library, weights, buffers, plan, sampled)]
     take = tokens.take(library, fed, weights.final_gain, buffers.stream)
     return take, *(rest if plan.dependent else [one.alone() for one in rest])

@@ -64,14 +64,14 @@ def why_not(parts: Loaded) -> str | None:
 
 
 def heads_of(parts: Loaded) -> Heads:
-    """The head layout."""
+    """Returns the layout of the model's heads."""
     config = parts.model.config
     return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What so many tokens live in; fewer have the front of it."""
+    """The memory of a pass; fewer tokens have the front of it."""
 
     residual: torch.Tensor  # float32 [tokens, hidden]
     x: torch.Tensor  # bfloat16 [tokens, hidden]
@@ -86,7 +86,7 @@ class Buffers:
         return ops.Carried(self.residual, self.queries)
 
     def first(self, size: int) -> Buffers:
-        """Of `size` tokens."""
+        """Returns the front, for `size` tokens."""
         return Buffers(
             self.residual[:size],
             self.x[:size],
@@ -116,7 +116,7 @@ class Ends:
 
 
 class ForwardPass:
-    """Of one model, for these sizes, whose buffers it has."""
+    """The pass of one model, for these sizes, with their buffers."""
 
     def __init__(self, parts: Loaded, sizes: Iterable[int], ends: int = 0) -> None:
         """`ends`: the most chunks of a pass of which the last tokens alone are wanted."""
@@ -135,7 +135,7 @@ class ForwardPass:
         self._attention = tuple(self._layer_attention(index) for index in range(parts.model.config.layers))
 
     def _room(self, sizes: tuple[int, ...]) -> torch.Tensor:
-        """For any product of so many tokens."""
+        """Returns memory for any product of these numbers of tokens."""
         layers = self._parts.model.weights.layers
         most = max(self.products.layer_bytes(layer, size) for size in sizes if size for layer in layers)
         return torch.zeros(most, dtype=torch.uint8, device=self._parts.model.placement.device)
@@ -192,7 +192,6 @@ class ForwardPass:
         return buffers.x
 
     def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.Parts:
-        """Of hidden states that `enqueue` left, [rows, vocabulary] in one slice; room float32 of that size."""
         head = self._parts.model.weights.head
         if not isinstance(head, DenseLinear):
             ordered = gemm.ordered(hidden, self.products.order(head, hidden.shape[0]))

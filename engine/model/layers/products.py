@@ -55,7 +55,7 @@ class Products:
         return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._gpu))
 
     def bytes_of(self, linear: Linear, tokens: int) -> int:
-        """What the product of so many tokens takes."""
+        """Returns the bytes that the product of `tokens` tokens takes."""
         linear = self._plain.of(linear, tokens)
         if isinstance(linear, CudaLinear):
             slices = many.divide(linear.matrix, tokens, self._gpu).slices
@@ -100,7 +100,7 @@ class Products:
             self._enqueue(plain_product.plain_product(self._library, x, dense.weight, inner, own, gated=True))
 
     def layer_bytes(self, layer: Layer, tokens: int) -> int:
-        """What the products of a layer take in the room, one at a time."""
+        """Returns the bytes that the product of `tokens` tokens takes."""
         left = [layer.qkv, layer.output, layer.down]
         if self._gating(layer.gate_up, tokens, self.order(layer.down, tokens)) is None:
             left.append(layer.gate_up)
@@ -156,7 +156,7 @@ class Products:
 
 
 def _bytes(slices: int, tokens: int, rows: int) -> int:
-    """Of a product's results, as `ops.Parts` has them."""
+    """Returns the bytes of a product's results, as `ops.Parts` has them."""
     return tokens * rows * (2 if slices == 1 else 4 * slices)
 
 

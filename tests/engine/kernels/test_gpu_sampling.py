@@ -14,7 +14,7 @@ from engine.kernels.batch_sampling import Tables, fill, sample
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.prefill import Parts
-from engine.kernels.rows import mail_of
+from engine.kernels.rows import packed_words
 from engine.kernels.sampling import (
     BARRED,
     COUNT,
@@ -323,7 +323,7 @@ def test_many_rows_with_few_tables(library: KernelLibrary, launcher: Launcher, d
         if at != 9:
             packed = row.packed(*(tables[at].addresses if at in tables else (0, 0)))
             state[at] = torch.frombuffer(bytearray(packed), dtype=torch.int32)
-    told = torch.tensor(mail_of([one.words() for one in tables.values()]), dtype=torch.int32, device=device)
+    told = torch.tensor(packed_words([one.words() for one in tables.values()]), dtype=torch.int32, device=device)
     launcher.enqueue([fill(library, vocabulary, told, 2)])
     before = marks.clone()
     position = torch.arange(20, 20 + batch, dtype=torch.int32, device=device)
@@ -353,7 +353,7 @@ def test_tables_are_written_whole(library: KernelLibrary, launcher: Launcher) ->
         Tables(bias=bias[1], marks=None, biases=biases[:1]),
         Tables(bias=None, marks=marks[1], made=made),
     ]
-    told = torch.tensor(mail_of([one.words() for one in tables]), dtype=torch.int32, device=device)
+    told = torch.tensor(packed_words([one.words() for one in tables]), dtype=torch.int32, device=device)
     launcher.enqueue([fill(library, vocabulary, told, len(tables))])
     torch.cuda.synchronize()
     wanted_marks = [torch.empty_like(marks[0]) for _ in range(2)]

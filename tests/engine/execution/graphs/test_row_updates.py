@@ -34,7 +34,7 @@ from engine.execution.pipeline import (
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables
-from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, mail_of
+from engine.kernels.rows import ENTER, LEAVE, MOVE, PAGES, packed_words
 from engine.kernels.sampling import BARRED, SEEN, SampledRow, write_bias, write_marks
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import Limits
@@ -189,7 +189,7 @@ class EncodedBatches(SlowBatches):
         for tables in encoded.tables:
             self.queue.append(partial(fill, tables.words()))
         for words in (encoded.rows, encoded.moves):
-            mail = mail_of(words)
+            mail = packed_words(words)
             for first, one in zip(mail, words, strict=False):
                 self.queue.append(partial(self._change, mail[first : first + len(one)]))
 

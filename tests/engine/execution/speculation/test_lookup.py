@@ -7,7 +7,7 @@ import random
 import pytest
 
 from engine.execution.speculation.lookup import LONGEST, MOST_PLACES, SHORTEST, PromptLookup
-from engine.execution.speculation.proposer import Draft, Wish
+from engine.execution.speculation.proposer import Draft, DraftRequest
 from engine.fake import plain_request
 from engine.scheduling.rows import admission_of
 from engine.scheduling.sequence_state import SequenceState, begin
@@ -44,15 +44,15 @@ def test_it_finds_what_the_definition_finds(alphabet: int) -> None:
             most = chance.randrange(1, 8)
             expected = plain(one.token_ids, most)
             assert (lookup.reach(one) > 0) == bool(expected)
-            assert lookup.propose([Wish(one, most)]) == [expected]
+            assert lookup.propose([DraftRequest(one, most)]) == [expected]
             one.token_ids += [chance.randrange(alphabet) for _ in range(chance.randrange(1, 5))]
 
 
 def test_several_sequences_are_kept_apart() -> None:
     lookup = PromptLookup()
     one, two = state([1, 2, 3, 9, 1, 2], slot=0), state([1, 2, 5, 9, 1, 2], slot=1)
-    assert lookup.propose([Wish(one, 2), Wish(two, 2)]) == [(3, 9), (5, 9)]
+    assert lookup.propose([DraftRequest(one, 2), DraftRequest(two, 2)]) == [(3, 9), (5, 9)]
 
 
 def test_a_period_goes_on() -> None:
-    assert PromptLookup().propose([Wish(state([7, 8] * 4), 7)]) == [(7, 8, 7, 8, 7, 8, 7)]
+    assert PromptLookup().propose([DraftRequest(state([7, 8] * 4), 7)]) == [(7, 8, 7, 8, 7, 8, 7)]
