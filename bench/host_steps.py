@@ -36,10 +36,10 @@ from engine.execution.graphs.decode import GraphDecode
 from engine.execution.pipeline import (
     BatchPipeline,
     Changes,
-    Launch,
     MorePages,
     Pipeline,
     Rewrite,
+    StepLaunch,
     in_flight,
     run_share,
 )
@@ -240,7 +240,7 @@ class InstantSteps:
         if isinstance(update, Rewrite):
             self._last = update.number
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         self._last += launch.steps
 
     def poll(self, index: int, number: int) -> int | None:
@@ -259,7 +259,7 @@ class InstantBatches:
     def update(self, update: Changes) -> None:
         """Ignores row changes: this device keeps no row state."""
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         self._launched += 1
 
     def poll(self, number: int, rows: int) -> Items[int] | None:

@@ -32,8 +32,8 @@ from engine.kernels.weights import Format, Matrix
 from engine.model.layers.few_rows import (
     ChainPlan,
     LayerWeights,
-    Product,
     StepBuffers,
+    StepProduct,
     StepWeights,
     allocate,
     prepare_start,
@@ -88,12 +88,12 @@ def random_weights(spec: Spec, form: Format, pages: int, positions: int) -> Step
         pool = torch.empty(2, pages, heads.keys, 16, heads.dim, device="cuda", dtype=torch.bfloat16).normal_()
         return LayerWeights(
             input_gain=ones,
-            qkv=Product(random_matrix(form, heads.rows, hidden)),
+            qkv=StepProduct(random_matrix(form, heads.rows, hidden)),
             attention=LayerAttention(pool[0], pool[1], gain, gain, spec.window),
-            output=Product(random_matrix(form, hidden, heads.queries * heads.dim)),
+            output=StepProduct(random_matrix(form, hidden, heads.queries * heads.dim)),
             mlp_gain=ones,
-            gate_up=Product(random_matrix(form, 2 * spec.inner, hidden)),
-            down=Product(random_matrix(form, hidden, spec.inner)),
+            gate_up=StepProduct(random_matrix(form, 2 * spec.inner, hidden)),
+            down=StepProduct(random_matrix(form, hidden, spec.inner)),
         )
 
     head = random_matrix(Format.BF16, spec.vocabulary, hidden)
@@ -374,8 +374,8 @@ class ProductCase:
             for weight in self._weights:
                 torch.mm(self._x, weight.t(), out=out)
                 if self._case.gated:
-                    self._launcher.enqueue([ops.gate(self._library, ops.Parts(out), inner)])
-                self._launcher.enqueue(self._after(ops.Parts(out)))
+                    self._launcher.enqueue([ops.gate(self._library, ops.ProductParts(out), inner)])
+                self._launcher.enqueue(self._after(ops.ProductParts(out)))
 
         return median_of_replays(enqueue, len(self._weights))
 
@@ -386,7 +386,7 @@ class ProductCase:
         launches: list[Launch] = []
         for weight in self._weights:
             launches.append(few.plain_product(self._library, self._x, weight, out, how, gated=self._case.gated))
-            launches += self._after(ops.Parts(out if how.slices > 1 else out[0]))
+            launches += self._after(ops.ProductParts(out if how.slices > 1 else out[0]))
         self._launcher.enqueue([launches[0].alone()])
         expected = self._expected()
         error = (out.double().sum(0) - expected).abs() / (expected.abs() + _NEAR_ZERO)
@@ -394,7 +394,7 @@ class ProductCase:
             raise ValueError(f"{self._case.name} of {self._tokens} tokens, {how}: wrong")
         return median_of_replays(lambda: self._launcher.enqueue(launches), len(self._weights))
 
-    def _after(self, parts: ops.Parts) -> list[Launch]:
+    def _after(self, parts: ops.ProductParts) -> list[Launch]:
         return [ops.add_norm(self._library, parts, self._gain, self._stream)] if self._case.normed else []
 
     def _expected(self) -> torch.Tensor:

@@ -31,15 +31,14 @@ from bench.result import device, revision, run_one_of, summary
 from engine.api import GREEDY, Stopping
 from engine.execution.graphs.draft_steps import DeviceDraft
 from engine.execution.graphs.verify import VerifyGraphs
-from engine.execution.pipeline import GROUPS, Pipeline, Rewrite, RowState, verify_lookahead
-from engine.execution.pipeline import Launch as StepLaunch
+from engine.execution.pipeline import GROUPS, Pipeline, Rewrite, RowState, StepLaunch, verify_lookahead
 from engine.execution.speculation.verify_executor import SEVERAL
 from engine.kernels import batch_sampling as many_rows
 from engine.kernels import two_pass
 from engine.kernels.attention import Heads, RowPages
 from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library
 from engine.kernels.launch import Launch, Launcher
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 from engine.kernels.sampling import SampledRow, Sampling, sampling, write_marks
 from engine.kernels.sampling import allocate as allocate_sampling
 from engine.kernels.speculation import Future
@@ -369,7 +368,7 @@ def measure_many(
                 state = torch.frombuffer(bytearray(packed * batch), dtype=torch.int32).view(batch, -1).to(device)
                 place = torch.full((batch,), 500, dtype=torch.int32, device=device)
                 best = torch.zeros(batch, dtype=torch.int64, device=device)
-                one = many_rows.sample(library, state, Parts(logits), place, best)
+                one = many_rows.sample(library, state, ProductParts(logits), place, best)
                 found = round(median_us(launcher, [one] * TIMES, TIMES), 1)
                 print(f"{batch:3} {kind:6} {name:38} {found:8.1f} µs", flush=True)
                 records.append({"batch": batch, "logits": kind, "row": name, "us": found})

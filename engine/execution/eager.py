@@ -32,7 +32,7 @@ def why_not(parts: Parts) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class PassOutput:
     """Holds the hidden states of a pass, both tensors [positions, hidden] in the order of its rows."""
 
     sampled: torch.Tensor  # from which tokens are chosen: one for each row that samples and each token of its draft
@@ -79,13 +79,15 @@ class Eager:
             results = {row.key: result for row, result in zip(sampled, found, strict=True)}
         return results | self.scored(ordered, fed, results)
 
-    def feed(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, drafts: Mapping[int, Draft] = NO_DRAFTS) -> Fed:
+    def feed(
+        self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, drafts: Mapping[int, Draft] = NO_DRAFTS
+    ) -> PassOutput:
         """Feeds rows, which must have those of one token first. `drafts`, by the row's key, are fed after rows of one
         token."""
         self._use(options)
         hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
         sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)
-        return Fed(hidden[:sampled], hidden[sampled:])
+        return PassOutput(hidden[:sampled], hidden[sampled:])
 
     def _use(self, options: StepOptions) -> None:
         """Lets the models, a draft model too, walk in C or not."""
@@ -110,7 +112,7 @@ class Eager:
         hidden = model.forward(StepInput(places * 0, places, places, attention, None), self._parts.pool)
         model.logits(hidden).argmax(dim=-1).tolist()
 
-    def scored(self, rows: Rows[Row], fed: Fed, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
+    def scored(self, rows: Rows[Row], fed: PassOutput, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
         """Returns the results of the rows that score, with the log-probabilities of their prompts."""
         model, found, first = self._parts.model, {}, 0
         most = max(1, SCORED_LOGITS // model.config.vocab_size)

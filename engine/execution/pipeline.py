@@ -124,7 +124,7 @@ class Half(NamedTuple):
     masks: Mapping[int, Mask] | None = None
 
 
-class Launch(msgspec.Struct, frozen=True, array_like=True):
+class StepLaunch(msgspec.Struct, frozen=True, array_like=True):
     """Steps of all rows that the device holds."""
 
     longest: int = 0  # tokens: no row comes to hold more of them
@@ -140,7 +140,7 @@ class RowDevice(Protocol):
 
     def update(self, update: Rewrite | MorePages) -> None: ...
 
-    def launch(self, launch: Launch) -> None: ...
+    def launch(self, launch: StepLaunch) -> None: ...
 
     def poll(self, index: int, number: int) -> int | None:
         """Returns proposed << 28 | flags << 24 | token of a row's entry; None: it has not come."""
@@ -154,7 +154,7 @@ class BatchDevice(Protocol):
 
     def update(self, update: Changes) -> None: ...
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         """The first launch is number 1."""
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
@@ -191,7 +191,7 @@ def bucket(rows: int, buckets: Rows[int] = BUCKETS) -> int:
     return next(size for size in buckets if size >= rows)
 
 
-class Verified(NamedTuple):
+class VerifiedDraft(NamedTuple):
     """What came of a verifying launch for a sequence."""
 
     rows: int  # of the sequence in the launch
@@ -258,7 +258,7 @@ class Pipeline:
         self._settles = settles
         self.lookahead: Mapping[int, Lookahead] = dict.fromkeys(buckets, Lookahead(AHEAD, _FIRST_AHEAD))  # by bucket
         self.read = Counter[int]()  # launches, by their group: for measurements
-        self.verified: list[tuple[SequenceState, Verified]] = []  # what came of drafts; for the caller to take
+        self.verified: list[tuple[SequenceState, VerifiedDraft]] = []  # what came of drafts; for the caller to take
         self._held: dict[int, HeldRow] = {}  # by key
         self._bucket = 0  # rows that the device moves, in use or not
         self._in_flight: deque[int] = deque()  # the group of each step, oldest first
@@ -443,7 +443,7 @@ class Pipeline:
                     reach = own.last
                 if reach > longest:
                     longest = reach
-            self._device.launch(Launch(longest, steps, group, options=options))
+            self._device.launch(StepLaunch(longest, steps, group, options=options))
             self._in_flight.extend((group,) * steps)
             self._entries += steps * group
             wanted -= steps
@@ -532,7 +532,7 @@ class Pipeline:
         proposed, accepted = entries[-1] >> 28 & _FLAGS, len(entries) - 1
         own.proposed += proposed
         own.accepted += accepted
-        self.verified.append((own.sequence, Verified(group, proposed, accepted)))
+        self.verified.append((own.sequence, VerifiedDraft(group, proposed, accepted)))
 
 
 def in_flight(pipelines: Rows[Pipeline], rows: Rows[Row]) -> dict[int, int]:
@@ -609,7 +609,7 @@ class MaskedPipeline(Pipeline):
             self._feed([own.stands for own in held], options)
         masks = {own.index: self._grammar.mask(own.sequence.key) for own in held if own.sequence.constraint is not None}
         self._entries += 1
-        self._device.launch(Launch(half=Half(masks), options=options))
+        self._device.launch(StepLaunch(half=Half(masks), options=options))
         self._chosen = True
         after = [own.stands + 1 for own in held if own.stands + 1 < own.last]
         self._fed = bool(after) and all(
@@ -619,7 +619,7 @@ class MaskedPipeline(Pipeline):
             self._feed(after, options)
 
     def _feed(self, positions: Rows[int], options: StepOptions) -> None:
-        self._device.launch(Launch(1 + max(positions), half=Half(), options=options))
+        self._device.launch(StepLaunch(1 + max(positions), half=Half(), options=options))
 
     def _same_go_on(self, held: Rows[HeldRow], found: Mapping[int, RowResult]) -> bool:
         """Returns whether the next step should be of the same rows, and has its layers."""
@@ -705,7 +705,7 @@ class BatchPipeline:
                 self._useful = min(max(own.end for own in live), min(own.reach for own in live))
             # A wave of newcomers goes on, most likely: steps that they could still join wait for them.
             ahead = 1 if 4 * len(changes.entered) >= len(self._held) else BATCH_AHEAD
-            launch = Launch(rows=len(self._moving), options=options)
+            launch = StepLaunch(rows=len(self._moving), options=options)
             self._launch(ahead, launch)
             self._receive()
             self._launch(ahead, launch)
@@ -802,7 +802,7 @@ class BatchPipeline:
 
     # Steps
 
-    def _launch(self, ahead: int, launch: Launch) -> None:
+    def _launch(self, ahead: int, launch: StepLaunch) -> None:
         """Launches so far ahead, where it is allowed and of use."""
         read = self._launched - len(self._in_flight)
         wanted = min(max(read, self._joined - 1) + ahead, self._useful)

@@ -101,7 +101,7 @@ def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEn
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExecutorChoice:
     """The executors in use, best first, and why better ones are not."""
 
     decoder: str
@@ -110,7 +110,7 @@ class Choice:
     missing: tuple[Objection, ...] = ()  # to neighbours of the chosen one
 
 
-def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> Choice:
+def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> ExecutorChoice:
     """The best word of `--decoder` without objection, or the one asked for, with all its executors that can serve, and
     the last of the registry behind them. Raises Unsupported where the one asked for cannot serve."""
     objections: list[Objection] = []
@@ -128,7 +128,7 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
                     missing.append(Objection(decoder=entry.name, reason=one))
                 else:
                     executors.append((entry.name, one))
-            return Choice(leader.decoder, tuple(executors), tuple(objections), tuple(missing))
+            return ExecutorChoice(leader.decoder, tuple(executors), tuple(objections), tuple(missing))
         objections.append(Objection(decoder=leader.decoder, reason=made))
     if not objections:
         names = ", ".join(entry.decoder for entry in leaders(registry))
@@ -137,7 +137,7 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
     raise Unsupported(f"decoder {wanted!r} cannot serve this model here ({reasons}); use decoder auto")
 
 
-def unused(choice: Choice) -> tuple[Unused, ...]:
+def unused(choice: ExecutorChoice) -> tuple[Unused, ...]:
     """The switches that no executor in use makes anything of, each with the reason of the first that has it."""
     better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
     found = []
@@ -160,7 +160,7 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
     )
 
 
-def proposers_of(choice: Choice, parts: Parts) -> tuple[ProposerInfo, ...]:
+def proposers_of(choice: ExecutorChoice, parts: Parts) -> tuple[ProposerInfo, ...]:
     """Returns the proposers of the executors in use."""
     verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
     if verifier == Role.VERIFY:

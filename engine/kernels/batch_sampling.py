@@ -15,7 +15,7 @@ import torch
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 
 _THREADS = 512
 _AHEAD = 6  # copies of 16 bytes that a thread has under way
@@ -60,7 +60,9 @@ def fill(library: Kernels, vocabulary: int, told: torch.Tensor, rows: int) -> La
     return prepare(kernel, Shape((-(-vocabulary // _SHARE), rows, 1), _THREADS), {"told": told}).alone()
 
 
-def sample(library: Kernels, rows: torch.Tensor, logits: Parts, position: torch.Tensor, best: torch.Tensor) -> Launch:
+def sample(
+    library: Kernels, rows: torch.Tensor, logits: ProductParts, position: torch.Tensor, best: torch.Tensor
+) -> Launch:
     """best int64 [batch] = the best token of each row that asks, as a key whose lower half is the id's complement.
     rows int32 [batch, 16]: `SampledRow.packed`, zeros ask for nothing. Logits [batch, vocabulary] in one slice.
     `position` int32 [batch]: of the token being fed; -1 is an idle row."""

@@ -43,7 +43,7 @@ _WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class GemmDivision:
     """How a product is spread over blocks."""
 
     tokens: int  # of a block
@@ -68,30 +68,30 @@ def why_not(matrix: Matrix) -> str | None:
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
-def stage_bytes(matrix: MatrixShape, how: Division) -> int:
+def stage_bytes(matrix: MatrixShape, how: GemmDivision) -> int:
     """Shared memory of a stage: 64 bytes of each row, scales, and the same columns of the tokens."""
     scales = 4 * how.rows * (matrix.format.span // matrix.group) if matrix.format is Format.INT4 else 0
     return how.rows * 64 + scales + how.tokens * matrix.format.span * 2
 
 
-def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> Division:
+def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> GemmDivision:
     """The division whose blocks, wave by wave, take the least."""
     return _divide(matrix.shape, tokens, gpu, most_slices)
 
 
 @lru_cache(1024)  # eager has any number of tokens
-def _divide(matrix: MatrixShape, tokens: int, gpu: GpuShape, most_slices: int) -> Division:
+def _divide(matrix: MatrixShape, tokens: int, gpu: GpuShape, most_slices: int) -> GemmDivision:
     slices = range(1, min(most_slices, matrix.columns // matrix.format.span) + 1)
     if gpu.warpgroups and tokens > _NARROW:
-        every = [Division(*block, n, wide=True) for n in slices for block in WIDE_BLOCKS]
+        every = [GemmDivision(*block, n, wide=True) for n in slices for block in WIDE_BLOCKS]
     else:
         block = next((one for one in BLOCKS if tokens <= one[0]), BLOCKS[-1])
-        every = [Division(*block, n) for n in slices]
+        every = [GemmDivision(*block, n) for n in slices]
     how = min(every, key=lambda one: _cost(one, matrix, tokens, gpu))
     return with_stages(how, matrix, gpu)
 
 
-def with_stages(how: Division, matrix: MatrixShape, gpu: GpuShape) -> Division:
+def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDivision:
     """The same with as many stages as a block has room for. Raises ValueError where it has none for two."""
     size = stage_bytes(matrix, how)
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
@@ -100,7 +100,7 @@ def with_stages(how: Division, matrix: MatrixShape, gpu: GpuShape) -> Division:
     return replace(how, stages=stages)
 
 
-def _cost(how: Division, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
+def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
     """Costs in stages, or µs where the kernel is the wide one. Sums of several slices are wider, and read again by the
     kernel that adds them."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
@@ -114,7 +114,7 @@ def _cost(how: Division, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> flo
     return _ceil(blocks, resident) * (stages + _RAMP) + moved / _STAGE_BYTES
 
 
-def order(matrix: Matrix, how: Division) -> Format:
+def order(matrix: Matrix, how: GemmDivision) -> Format:
     """The layout that a product wants its tokens' columns in: a format's own, or plain, which BF16 stands for."""
     return matrix.format if how.wide else Format.BF16
 
@@ -134,7 +134,7 @@ def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
     return moved.transpose(0, 1).reshape(x.shape)
 
 
-def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: Division) -> Launch:
+def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: GemmDivision) -> Launch:
     """Computes batch.out = batch.x · Wᵀ (+ bias); batch.x laid out as `order` returns."""
     tokens = batch.x.shape[0]
     defines = {

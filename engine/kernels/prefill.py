@@ -37,7 +37,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ProductParts:
     """What a product left: bfloat16 [tokens, width] complete with its bias, or float32 [slices, tokens, width]."""
 
     data: torch.Tensor
@@ -79,7 +79,7 @@ def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tenso
     return _of_stream(library, "embed", stream, values, split=False)
 
 
-def add_norm(library: Kernels, product: Parts, gain: torch.Tensor, stream: Stream) -> Launch:
+def add_norm(library: Kernels, product: ProductParts, gain: torch.Tensor, stream: Stream) -> Launch:
     """stream.residual += product; stream.x = its norm."""
     values: dict[str, Argument] = {
         "gain": gain,
@@ -121,7 +121,7 @@ def keep_ends(library: Kernels, chunks: torch.Tensor, all_tokens: Carried, kept:
     return prepare(kernel, Shape((most, 1, 1), _THREADS), {**values, **CHAIN})
 
 
-def gate(library: Kernels, product: Parts, out: torch.Tensor, order: Format = Format.BF16) -> Launch:
+def gate(library: Kernels, product: ProductParts, out: torch.Tensor, order: Format = Format.BF16) -> Launch:
     """out bfloat16 [tokens, half] = silu(gate) · up, columns in the order named."""
     tokens, half = out.shape
     defines = {"OP_HALF": half, "OP_SLICES": int(product.split), "OP_ORDER": int(order)}
@@ -146,7 +146,7 @@ def row_heads(
     layer: LayerAttention,
     places: TokenPlaces,
     embedding: Embedding,
-    product: Parts,
+    product: ProductParts,
     queries: torch.Tensor,
 ) -> Launch:
     """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""

@@ -12,7 +12,7 @@ import torch
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 from engine.kernels.sampling import ROW_WORDS
 from engine.kernels.tokens import MAX_STOPS
 
@@ -141,7 +141,7 @@ def times(launch: Launch, changes: int) -> Launch:
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 
-def pick(library: Kernels, logits: Parts, states: RowStates) -> Launch:
+def pick(library: Kernels, logits: ProductParts, states: RowStates) -> Launch:
     """states.best = the best token of each row, logits [rows, vocabulary]."""
     rows, vocabulary = logits.data.shape[-2:]
     values: dict[str, Argument] = {

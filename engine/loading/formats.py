@@ -15,7 +15,7 @@ from quant.checkpoint.spec import GgufSpec, Int8Spec, QuantSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FolderFormat:
     """spec: the folder's format of weights, None where they are plain. int8: plain ones become eight bits while they
     are loaded."""
 
@@ -26,7 +26,7 @@ class Format:
     def in_memory(self) -> QuantSpec | None:
         return Int8Spec() if self.int8 else self.spec
 
-    def on(self, device: str) -> Format:
+    def on(self, device: str) -> FolderFormat:
         """Returns the format that the weights take on this device. On a GPU, a GGUF file's four bits with minima take
         another form, because no GPU kernel reads minima."""
         if device == "cpu" or not isinstance(self.spec, GgufSpec):
@@ -38,7 +38,7 @@ class Format:
         return INT8 if self.int8 else format_name(self.spec)
 
 
-def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, Format]:
+def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, FolderFormat]:
     """Reads the config and the format from the folder's JSON files, or from a GGUF file's header. Raises InvalidModel
     for a model that cannot be served, Unsupported where `quantization` does not fit the format."""
     with checkpoint_errors(folder):
@@ -46,4 +46,4 @@ def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, 
     if quantization == "int8" and spec is not None:
         held = format_name(spec)
         raise Unsupported(f"quantization int8: {folder} holds {held} weights already; use auto, or the bf16 model")
-    return config, Format(spec, int8=quantization == "int8")
+    return config, FolderFormat(spec, int8=quantization == "int8")

@@ -11,7 +11,7 @@ from engine.linear.huge_pages import lay_in_order
 from engine.linear.quantized import loader_of, quantized_loader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
-from engine.loading.formats import Format
+from engine.loading.formats import FolderFormat
 from engine.loading.gguf import GgufLinears
 from engine.loading.progress import Progress
 from engine.loading.unpacking import returning
@@ -42,7 +42,7 @@ class LoadedWeights:
 @dataclass(frozen=True, slots=True)
 class Loading:
     config: ModelConfig
-    form: Format
+    form: FolderFormat
     placement: Placement
 
 
@@ -56,7 +56,7 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
         return loaded
 
 
-def check(folder: Path, config: ModelConfig, form: Format) -> None:
+def check(folder: Path, config: ModelConfig, form: FolderFormat) -> None:
     """Checks by their headers that the folder's tensors are those of its config and format. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
@@ -66,7 +66,7 @@ def check(folder: Path, config: ModelConfig, form: Format) -> None:
             checkpoint.close()
 
 
-def _check(checkpoint: MappedTensors, config: ModelConfig, form: Format) -> None:
+def _check(checkpoint: MappedTensors, config: ModelConfig, form: FolderFormat) -> None:
     if form.spec is None:
         read_spec(checkpoint.folder, checkpoint.names())  # refuses packed tensors that no config explains
     check_folder(checkpoint, config, form.spec)
@@ -100,13 +100,13 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
         fingerprint.close()
 
 
-def _loader(checkpoint: MappedTensors, form: Format) -> LinearLoader:
+def _loader(checkpoint: MappedTensors, form: FolderFormat) -> LinearLoader:
     if isinstance(checkpoint, GgufTensors) and isinstance(form.spec, GgufSpec):
         return loader_of(GgufLinears(form.spec, checkpoint.costs))
     return quantized_loader(form.spec, "int8" if form.int8 else None)
 
 
-def weights_digest(folder: Path, form: Format) -> str:
+def weights_digest(folder: Path, form: FolderFormat) -> str:
     """Returns the digest that `load` would find, without loading. Reads every weight. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
@@ -118,7 +118,7 @@ def weights_digest(folder: Path, form: Format) -> str:
             fingerprint.close()
 
 
-def _identity(files: str, form: Format) -> str:
+def _identity(files: str, form: FolderFormat) -> str:
     """Combines the digest of the files with everything else that decides what the weights compute."""
     made = [form.name] if form.int8 else []
     return digest.of_text(files, *made) if made else files

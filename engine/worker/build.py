@@ -26,7 +26,7 @@ from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies, plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.border import AGAIN
-from engine.loading.formats import Format, read_folder
+from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
 from engine.model.rope import rope_tables
@@ -133,7 +133,7 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
 
 
 def _loading(
-    settings: EngineSettings, config: ModelConfig, form: Format, device: torch.device, progress: Progress
+    settings: EngineSettings, config: ModelConfig, form: FolderFormat, device: torch.device, progress: Progress
 ) -> Loading:
     """Returns where the weights of a folder go, and in which form."""
     cpu, quantized = cpu_features(), form.in_memory is not None

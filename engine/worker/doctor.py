@@ -27,7 +27,7 @@ from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
-from engine.loading.formats import Format, read_folder
+from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import check, weights_digest
 from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
@@ -123,7 +123,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
         device = hardware.pick_device(settings.device)
         report.device = device.type
         config, form = (
-            read_folder(Path(settings.model), settings.quantization) if settings.model else (None, Format(None))
+            read_folder(Path(settings.model), settings.quantization) if settings.model else (None, FolderFormat(None))
         )
         form = form.on(device.type)
         stated = None if config is None else config.dtype
@@ -171,7 +171,7 @@ def _dtype_reason(name: str, device: torch.device, settings: EngineSettings) -> 
     return f"not what the model was saved in: --dtype {name} asks for it"
 
 
-def _formats(form: Format | None) -> list[Option]:
+def _formats(form: FolderFormat | None) -> list[Option]:
     """Lists every format that is served, the folder's own by its full name."""
     if form is None:
         return [Option(name, False, None) for name in FORMATS]
@@ -179,11 +179,11 @@ def _formats(form: Format | None) -> list[Option]:
     return sorted([*found, Option(form.name, True, None)], key=lambda one: not one.chosen)
 
 
-def _is(form: Format, family: str) -> bool:
+def _is(form: FolderFormat, family: str) -> bool:
     return form.name == family or form.name.startswith(f"{family}-")
 
 
-def _format_reason(name: str, form: Format) -> str:
+def _format_reason(name: str, form: FolderFormat) -> str:
     if name == "int8" and form.spec is None:
         return "--quantization int8 asks for it"
     return "int8 was asked for" if form.int8 else "the folder holds other weights"
@@ -260,7 +260,7 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 
 
-def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtype = "auto") -> Parts:
+def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: KvDtype = "auto") -> Parts:
     """Makes what an executor needs to decide `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
@@ -272,7 +272,7 @@ def _parts(config: ModelConfig, form: Format, placement: Placement, kept: KvDtyp
 
 
 def _model(
-    settings: EngineSettings, form: Format, parts: Parts, draft: Parts | None, digest: bool, warnings: list[str]
+    settings: EngineSettings, form: FolderFormat, parts: Parts, draft: Parts | None, digest: bool, warnings: list[str]
 ) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served. Adds what will be short."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement

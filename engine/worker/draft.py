@@ -12,7 +12,7 @@ from engine.kv.kv_cache import KvCache, KvShape
 from engine.kv.sizing import Room
 from engine.linear import Placement
 from engine.loading.border import checkpoint_errors
-from engine.loading.formats import Format, read_folder
+from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
@@ -27,7 +27,7 @@ _TOKENIZER = ("tokenizer.json",)
 class DraftFolder:
     folder: Path
     config: ModelConfig
-    form: Format
+    form: FolderFormat
 
 
 def read_draft(folder: Path, target: Path, config: ModelConfig) -> DraftFolder:

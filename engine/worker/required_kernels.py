@@ -23,7 +23,7 @@ from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.plain_copies import PlainCopies, plain_copies
-from engine.loading.formats import Format
+from engine.loading.formats import FolderFormat
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -37,10 +37,10 @@ _MOST_BYTES = 1 << 62
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
     config: ModelConfig
-    form: Format
+    form: FolderFormat
     gpu: GpuShape
     free: int = _MOST_BYTES  # bytes of the GPU's memory, without the weights
-    draft: tuple[ModelConfig, Format] | None = None  # of a draft model
+    draft: tuple[ModelConfig, FolderFormat] | None = None  # of a draft model
 
 
 def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
@@ -92,7 +92,7 @@ def _angles(config: ModelConfig, context: int) -> RopeTables:
     return RopeTables(torch.empty(context, 2, config.head_dim, device="meta"))
 
 
-def _draft(config: ModelConfig, form: Format, context: int) -> DraftModel:
+def _draft(config: ModelConfig, form: FolderFormat, context: int) -> DraftModel:
     config, weights = fewer_layers(config, shape_weights(config, form, torch.bfloat16))
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     model = Transformer(config, weights, _angles(config, context), nowhere)

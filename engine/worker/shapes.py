@@ -13,7 +13,7 @@ from engine.linear.cuda import CudaLinear
 from engine.linear.joined import JoinedLinear
 from engine.linear.quantized import place_weight
 from engine.loading.dummy import DummyLinears
-from engine.loading.formats import Format
+from engine.loading.formats import FolderFormat
 from engine.model.weights import Layer, Weights, load_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.source import TensorSource
@@ -23,7 +23,7 @@ from quant.checkpoint.tensors import Shapes, plain_tensors
 _META = torch.device("meta")
 
 
-def shape_weights(config: ModelConfig, form: Format, dtype: torch.dtype) -> Weights:
+def shape_weights(config: ModelConfig, form: FolderFormat, dtype: torch.dtype) -> Weights:
     """The weights that loading would come to."""
 
     def linear(_: TensorSource, projection: Projection, nowhere: Placement) -> Linear:

@@ -15,7 +15,7 @@ import torch
 from engine.execution.capture import Recorder
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
-from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, Launch
+from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, StepLaunch
 from engine.execution.polling import RingPoller, all_entries
 from engine.execution.router import FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
@@ -25,7 +25,7 @@ from engine.kernels import rows as states
 from engine.kernels.attention import LayerAttention
 from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
 from engine.kernels.build import BuildError
-from engine.kernels.launch import Launch as KernelLaunch
+from engine.kernels.launch import Launch
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.model.layers import many_tokens
@@ -102,7 +102,7 @@ class BatchedSteps:
         require_known((own.sequence.token_ids[own.first] for own in update.entered), vocabulary)
         self._rows.send(update)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         """Enqueues a step of the first `launch.rows` row states."""
         self._poller.launched()
         sampled = self._rows.sampled(launch.rows)
@@ -136,16 +136,16 @@ class RowAttention:
             for window, space in spaces.items()
         }
 
-    def plans(self) -> list[KernelLaunch]:
+    def plans(self) -> list[Launch]:
         """To be enqueued before the pass."""
         return [one.plan() for one in self._of_window.values()]
 
-    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> KernelLaunch:
+    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
         """Queries, keys and values of each row's token."""
         run = self._run
         return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
 
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> KernelLaunch:
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
         """Over each row's context."""
         return self._of_window[layer.window].attend(layer, queries, out, order)
 

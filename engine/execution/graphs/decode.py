@@ -17,15 +17,15 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.capture import Recorder
 from engine.execution.graphs import placement, weights
-from engine.execution.graphs.row_state import RING, State, entry_of, fill, idle, placed, words
+from engine.execution.graphs.row_state import RING, StateBlock, entry_of, fill, idle, placed, words
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
     SIZES,
-    Launch,
     MorePages,
     Pipeline,
     Rewrite,
+    StepLaunch,
     bucket,
     in_flight,
     plain_lookahead,
@@ -37,8 +37,7 @@ from engine.execution.step_state import Parts, Unfit, no_gpu
 from engine.kernels import sampling
 from engine.kernels.attention import MANY_TOKENS
 from engine.kernels.build import BuildError, Kernels
-from engine.kernels.launch import Launch as KernelLaunch
-from engine.kernels.launch import launcher_of
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
 from engine.model.layers.few_rows import (
@@ -64,7 +63,7 @@ class Steps:
     """The step of a batch bucket whose rows are no longer than `longest`."""
 
     longest: int
-    chain: tuple[KernelLaunch, ...]
+    chain: tuple[Launch, ...]
     graphs: dict[int, torch.cuda.CUDAGraph]  # by their number of steps
 
 
@@ -83,8 +82,8 @@ class BatchBucket:
     """The steps of a bucket's rows side by side, and their memory."""
 
     buffers: StepBuffers
-    state: State
-    start: KernelLaunch
+    state: StateBlock
+    start: Launch
     reaches: tuple[Steps, ...]  # shortest first
     two_pass: tuple[Steps, ...]  # as `reaches`, with the head in two passes; none without its coarse copy
     sampling: Sampling
@@ -99,9 +98,9 @@ class RowMemory(Protocol):
     @property
     def buffers(self) -> StepBuffers: ...
     @property
-    def state(self) -> State: ...
+    def state(self) -> StateBlock: ...
     @property
-    def start(self) -> KernelLaunch: ...
+    def start(self) -> Launch: ...
     @property
     def sampling(self) -> Sampling: ...
     @property
@@ -149,7 +148,7 @@ class RowSteps(ABC, Generic[Memory]):
             raise EngineFailed("no rows were placed")
         return self._here
 
-    def _room(self, size: int) -> tuple[StepBuffers, State]:
+    def _room(self, size: int) -> tuple[StepBuffers, StateBlock]:
         """Returns the memory of `size` rows, all of them idle."""
         state = idle(size, self._weights.table.device)
         return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
@@ -210,7 +209,7 @@ class CapturedSteps(RowSteps[BatchBucket]):
     def _made(self, size: int) -> BatchBucket:
         return self._steps(*self._room(size))
 
-    def _steps(self, buffers: StepBuffers, state: State) -> BatchBucket:
+    def _steps(self, buffers: StepBuffers, state: StateBlock) -> BatchBucket:
         library = self._library
         draws = self._sampling.first(buffers.batch)
         plans = [replace(self._plan, longest=longest) for longest in self._lengths]
@@ -300,7 +299,7 @@ class CapturedSteps(RowSteps[BatchBucket]):
             found = steps.graphs[size] = self._recorder.record(enqueue)
         return found
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         """Enqueues steps of all rows."""
         self._poller.launched()
         here, options = self._current, launch.options

@@ -10,7 +10,7 @@ import torch
 
 from engine.api import GREEDY, Stopping
 from engine.execution.capture import Recorder
-from engine.execution.graphs.passes import Chunk, Pass, cheapest, passes
+from engine.execution.graphs.passes import Pass, PromptChunk, cheapest, passes
 from engine.execution.graphs.prefill import CapturedPasses
 from engine.execution.speculation.draft_progress import DraftProgress
 from engine.execution.step_state import Parts
@@ -51,7 +51,7 @@ class DraftPrefill:
         stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
         began = time.perf_counter()
-        self._passes.replay(Pass([Chunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        self._passes.replay(Pass([PromptChunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
         torch.cuda.synchronize()
         return time.perf_counter() - began
 

@@ -15,13 +15,13 @@ import torch
 
 from engine.execution.graphs import decode, weights
 from engine.execution.graphs.decode import RowSteps
-from engine.execution.graphs.row_state import State, words
-from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline
+from engine.execution.graphs.row_state import StateBlock, words
+from engine.execution.pipeline import BUCKETS, Mask, MaskedPipeline, StepLaunch
 from engine.execution.router import Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.execution.token_masks import TokenMasks
 from engine.kernels.build import BuildError
-from engine.kernels.launch import Launch as KernelLaunch
+from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
 from engine.model.layers.few_rows import (
@@ -37,10 +37,10 @@ why_not = decode.why_not
 
 
 @dataclass(slots=True)
-class Chain:
+class MaskedChain:
     """Launches of kernels, captured when they are first wanted."""
 
-    launches: tuple[KernelLaunch, ...]
+    launches: tuple[Launch, ...]
     graph: torch.cuda.CUDAGraph | None = None
 
 
@@ -49,13 +49,13 @@ class MaskedBucket:
     """The halves of a step of a bucket's rows, and their memory."""
 
     buffers: StepBuffers
-    state: State
-    start: KernelLaunch
+    state: StateBlock
+    start: Launch
     sampling: Sampling
     masks: TokenMasks
     ring: memoryview  # of 64-bit words [rows · RING]
-    feeding: dict[int, Chain] = field(default_factory=dict)  # by the longest row
-    choosing: dict[str, Chain] = field(default_factory=dict)  # plain, two passes, sampled
+    feeding: dict[int, MaskedChain] = field(default_factory=dict)  # by the longest row
+    choosing: dict[str, MaskedChain] = field(default_factory=dict)  # plain, two passes, sampled
 
 
 class MaskedSteps(RowSteps[MaskedBucket]):
@@ -74,7 +74,7 @@ class MaskedSteps(RowSteps[MaskedBucket]):
             ring=words(buffers.progress.ring),
         )
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         """Enqueues the layers of the next step, or, given masks, the choice of its tokens."""
         here, masks = self._current, None if launch.half is None else launch.half.masks
         if masks is None:
@@ -84,26 +84,26 @@ class MaskedSteps(RowSteps[MaskedBucket]):
         self._poller.launched()
         self._go(self._choice(here, launch.options), launch.options)
 
-    def _layers(self, here: MaskedBucket, longest: int) -> Chain:
+    def _layers(self, here: MaskedBucket, longest: int) -> MaskedChain:
         reach = next(length for length in self._lengths if length >= longest)
         found = here.feeding.get(reach)
         if found is None:
             plan = replace(self._plan, longest=reach)
-            found = here.feeding[reach] = Chain(prepare_layers(self._library, self._weights, here.buffers, plan))
+            found = here.feeding[reach] = MaskedChain(prepare_layers(self._library, self._weights, here.buffers, plan))
         return found
 
-    def _choice(self, here: MaskedBucket, options: StepOptions) -> Chain:
+    def _choice(self, here: MaskedBucket, options: StepOptions) -> MaskedChain:
         two_pass = options.two_pass_head and self._weights.coarse is not None
         kind = "sampled" if self._draws else "two passes" if two_pass else "plain"
         found = here.choosing.get(kind)
         if found is None:
             plan = replace(self._plan, two_pass=kind == "two passes")
             draws = here.sampling if self._draws else None
-            found = Chain(prepare_choice(self._library, self._weights, here.buffers, plan, draws))
+            found = MaskedChain(prepare_choice(self._library, self._weights, here.buffers, plan, draws))
             here.choosing[kind] = found
         return found
 
-    def _go(self, chain: Chain, options: StepOptions) -> None:
+    def _go(self, chain: MaskedChain, options: StepOptions) -> None:
         if not options.graphs:
             self._launcher.enqueue(chain.launches)
             return

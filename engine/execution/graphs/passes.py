@@ -22,7 +22,7 @@ TABLE = 4  # where the table of chunks begins, in words
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class PromptChunk:
     """Tokens of a sequence from position `start` on, and from `first` on in the pass."""
 
     row: Row
@@ -46,12 +46,12 @@ class Chunk:
 class Pass:
     """Chunks of different sequences."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[PromptChunk] = field(default_factory=list)
     tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PassLayout:
     """Where the parts of a pass of `size` tokens lie in what the device is sent, in words; its pages come last."""
 
     size: int
@@ -116,7 +116,7 @@ def passes(
                 here, room = Pass(), cheapest(costs, left)[1]
             count = min(end - start, room - here.tokens)
             fed = start - row.start
-            here.chunks.append(Chunk(row, sequence, start, ids[fed : fed + count], here.tokens))
+            here.chunks.append(PromptChunk(row, sequence, start, ids[fed : fed + count], here.tokens))
             here.tokens += count
             start += count
             left -= count

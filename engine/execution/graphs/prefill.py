@@ -18,7 +18,7 @@ import torch
 from engine.execution.capture import Recorder
 from engine.execution.graphs import weights as step_weights
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
-from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Chunk, Layout, Pass, passes
+from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, passes
 from engine.execution.mailbox import Mailbox
 from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
@@ -48,19 +48,19 @@ class CapturedPasses:
         device = parts.model.placement.device
         self.run = ForwardPass(parts, sizes, chunks[0])
         pages = -(-parts.max_context // PAGE_SIZE)
-        self._mailbox = Mailbox(Layout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
+        self._mailbox = Mailbox(PassLayout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
         self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
-        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[PassLayout, torch.cuda.CUDAGraph] = {}
         self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
 
     @property
     def arrived(self) -> torch.Tensor:
-        """What the device was sent of the last pass, as `Layout` has it."""
+        """What the device was sent of the last pass, as `PassLayout` has it."""
         return self._mailbox.arrived
 
     def warmup(self, recorder: Recorder, progress: Progress) -> None:
         """Compiles and captures every size, and measures what it costs."""
-        layouts = [Layout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
+        layouts = [PassLayout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         rehearsed: set[int] = set()  # numbers of tokens that products have
         for done, layout in enumerate(layouts):
             progress("prefill", done, len(layouts))
@@ -71,17 +71,17 @@ class CapturedPasses:
         self.costs = self._measured()
         progress("prefill", len(layouts), len(layouts))
 
-    def _send_nothing(self, layout: Layout) -> None:
+    def _send_nothing(self, layout: PassLayout) -> None:
         """No pages are known yet, so a pass of no tokens must do: it writes none."""
         empty = np.zeros(layout.pages, dtype=np.int32)
         empty[layout.positions : layout.owners] = -1
         self._mailbox.send(empty)
 
     def _measured(self) -> dict[int, float]:
-        rounds = [[self._seconds(Layout(size, self._chunks[-1])) for size in self.sizes] for _ in range(_ROUNDS)]
+        rounds = [[self._seconds(PassLayout(size, self._chunks[-1])) for size in self.sizes] for _ in range(_ROUNDS)]
         return dict(zip(self.sizes, map(min, *rounds), strict=True))
 
-    def _seconds(self, layout: Layout) -> float:
+    def _seconds(self, layout: PassLayout) -> float:
         """Times a pass without its attention, which takes as long however tokens are shared out."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         self._send_nothing(layout)
@@ -96,12 +96,12 @@ class CapturedPasses:
         """Asks for every kernel that there will be."""
         for size in self.sizes:
             for chunks in self._chunks:
-                self._forward(Layout(size, chunks))
+                self._forward(PassLayout(size, chunks))
 
     def replay(self, one: Pass, options: StepOptions = ALL_OPTIONS) -> None:
         """Enqueues a pass of chunks."""
         size = next(size for size in self.sizes if one.tokens <= size)
-        layout = Layout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
+        layout = PassLayout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
         self._mailbox.send(layout.words(one))
         if options.graphs:
             self._graphs[layout].replay()
@@ -111,7 +111,7 @@ class CapturedPasses:
     def close(self) -> None:
         self._graphs.clear()
 
-    def _forward(self, layout: Layout) -> None:
+    def _forward(self, layout: PassLayout) -> None:
         arrived, run = self._mailbox.arrived, self.run
         table, ends = arrived[TABLE : layout.ends].view(-1, 4), arrived[layout.ends : layout.ids].view(-1, 4)
         pages = arrived[layout.pages :].view(-1, 1)
@@ -133,7 +133,7 @@ class PassAttention:
     chunks: ops.Chunks
     splits: ops.Splits
 
-    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
         """Queries, keys and values of every token."""
         run = self.run
         return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
@@ -216,11 +216,11 @@ class GraphPrefill:
             ]
         return self._sampled(kept) | self._read(drawn, together)
 
-    def _draws(self, chunk: Chunk) -> bool:
+    def _draws(self, chunk: PromptChunk) -> bool:
         """Returns whether the kernels of few rows choose the token behind the chunk."""
         return self._one is not None and can_draw(chunk.sequence)
 
-    def _drawn(self, ended: Rows[tuple[int, Chunk]], last: int, options: StepOptions) -> list[tuple[Row, int]]:
+    def _drawn(self, ended: Rows[tuple[int, PromptChunk]], last: int, options: StepOptions) -> list[tuple[Row, int]]:
         """Draws the tokens behind these chunks of a pass, whose last chunk is number `last`. Returns each draw's
         number."""
         found: list[tuple[Row, int]] = []

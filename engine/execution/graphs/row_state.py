@@ -19,7 +19,7 @@ _WORDS = 7 + MOST_STOPS  # of a row
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateBlock:
     """What the host writes of all rows, as one block: int32 [words, rows]."""
 
     block: torch.Tensor
@@ -32,10 +32,10 @@ class State:
     stops: torch.Tensor  # [rows, 8]
 
 
-def state_of(block: torch.Tensor) -> State:
+def state_of(block: torch.Tensor) -> StateBlock:
     """The parts of a block; views."""
     rows = block.shape[1]
-    return State(
+    return StateBlock(
         block=block,
         noise_key=block[:2].view(-1).view(torch.int64),
         token=block[2],
@@ -63,12 +63,12 @@ def fill(rows: Rows[RowState], width: int, number: int) -> torch.Tensor:
     return torch.from_numpy(block)
 
 
-def idle(width: int, device: torch.device) -> State:
+def idle(width: int, device: torch.device) -> StateBlock:
     """Makes the state of `width` idle rows on the device."""
     return state_of(fill((), width, 0).to(device))
 
 
-def placed(buffers: StepBuffers, state: State) -> StepBuffers:
+def placed(buffers: StepBuffers, state: StateBlock) -> StepBuffers:
     """The buffers with what the host writes moved into one block."""
     places = replace(buffers.places, position=state.position)
     choice = replace(buffers.choice, temperature=state.temperature, noise_key=state.noise_key)

@@ -18,7 +18,7 @@ from engine.execution.pipeline import BatchRow, Changes
 from engine.kernels import batch_sampling
 from engine.kernels import rows as states
 from engine.kernels.batch_sampling import Tables
-from engine.kernels.prefill import Parts as ProductParts
+from engine.kernels.prefill import ProductParts
 from engine.model.layers.many_tokens import ForwardPass
 from engine.sampling.noise import seed_key
 from engine.scheduling.sequence_state import SequenceState

@@ -21,17 +21,16 @@ from engine.execution.capture import Recorder
 from engine.execution.graphs.decode import REACHES, Steps, distinct
 from engine.execution.graphs.draft_steps import DeviceDraft, DraftSteps
 from engine.execution.graphs.row_state import entry_of, words
-from engine.execution.graphs.verify_layout import Layout
+from engine.execution.graphs.verify_layout import VerifyLayout
 from engine.execution.mailbox import Mailbox
 from engine.execution.needs import require_known
-from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, Launch, MorePages, Rewrite
+from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
 from engine.execution.polling import RingPoller
 from engine.execution.speculation.draft_progress import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launch as KernelLaunch
-from engine.kernels.launch import launcher_of
+from engine.kernels.launch import Launch, launcher_of
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
@@ -84,7 +83,7 @@ class VerifyGraphs:
         self._weights = weights
         self._max_context = max_context
         self._groups = groups
-        self._layout = layout = Layout(sequences, groups[-1], max_context)
+        self._layout = layout = VerifyLayout(sequences, groups[-1], max_context)
         self._future = future  # what a draft for measurements knows instead of what was guessed
         self._draft = draft  # None: prompt lookup
         device = weights.table.device
@@ -112,7 +111,7 @@ class VerifyGraphs:
         if draft is not None:
             self._guessing = DraftSteps(draft.weights, self._verified, tuple(guessing), places.pages)
         self._ring = words(self._verified.ring)
-        self._start: KernelLaunch | None = None
+        self._start: Launch | None = None
         self._sampling: Sampling = (
             beside._sampling if beside else sampling.allocate(layout.rows, weights.head.rows, device)
         )
@@ -126,14 +125,14 @@ class VerifyGraphs:
             self._groups_made[group] = self._chains(group)
         self._start = self._propose().alone()
 
-    def _propose(self) -> KernelLaunch:
+    def _propose(self) -> Launch:
         library = self._library
         first = first_norm(self._weights, self._room)
         if self._future is None:
             return speculation.lookup(library, self._verified, self._room.places, first)
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
-    def _guess(self, plan: ChainPlan, count: int) -> list[KernelLaunch]:
+    def _guess(self, plan: ChainPlan, count: int) -> list[Launch]:
         """Returns the launches that lay out a draft of `count` tokens in front of the step that verifies them."""
         if self._guessing is None:
             return []
@@ -202,7 +201,7 @@ class VerifyGraphs:
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _seconds(self, group: int, drafts: int, at: int) -> float:
-        return self._timed(lambda longest: self.launch(Launch(longest, group=group)), at, drafts)
+        return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), at, drafts)
 
     def guessing_seconds(self, group: int) -> float:
         """What a draft model takes of that, for drafts as long as the group allows."""
@@ -309,7 +308,7 @@ class VerifyGraphs:
         else:
             table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         """Enqueues a step of `launch.group` rows a sequence."""
         self._poller.launched()
         made, options = self._groups_made[launch.group], launch.options

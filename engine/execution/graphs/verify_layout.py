@@ -32,7 +32,7 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class SequenceStates:
     """What the host writes of sequences, beside their pages and tokens."""
 
     draws: tuple[Draws, ...]  # of a verifying step's rows, and of each kind of a draft model's steps (DRAFT_ROWS)
@@ -45,7 +45,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class VerifyLayout:
     """The words of `sequences` sequences, each with rows for its newest token and the longest draft."""
 
     sequences: int
@@ -85,12 +85,12 @@ class Layout:
     def size(self) -> int:
         return self.tokens + self.sequences * self.most_tokens
 
-    def state(self, words: torch.Tensor) -> State:
+    def state(self, words: torch.Tensor) -> SequenceStates:
         """The parts of int32 [size]; views."""
         kinds, first, each = self._kinds, self._stands, self.sequences
         keys, temperatures = words[: 2 * kinds[-1]].view(torch.int64), words[2 * kinds[-1] : first].view(torch.float32)
         newest, held, last_position, most_drafts, count = (words[first + at * each :][:each] for at in range(5))
-        return State(
+        return SequenceStates(
             draws=tuple(Draws(keys[a:b], temperatures[a:b]) for a, b in pairwise(kinds)),
             newest=newest,
             held=held,

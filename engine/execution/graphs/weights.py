@@ -17,7 +17,7 @@ from engine.kernels.gpu import GpuShape
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 from engine.model import features
-from engine.model.layers.few_rows import ChainPlan, LayerWeights, Product, StepWeights
+from engine.model.layers.few_rows import ChainPlan, LayerWeights, StepProduct, StepWeights
 from engine.model.weights import Layer
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense
@@ -131,12 +131,12 @@ def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
     )
 
 
-def _product(linear: Linear) -> Product:
+def _product(linear: Linear) -> StepProduct:
     if isinstance(linear, CudaLinear):
-        return Product(linear.matrix, _bias(linear.bias))
+        return StepProduct(linear.matrix, _bias(linear.bias))
     if not isinstance(linear, DenseLinear):
         raise TypeError(f"no matrix in a {type(linear).__name__}")
-    return Product(forms.to_matrix(Dense(linear.weight)), _bias(linear.bias))
+    return StepProduct(forms.to_matrix(Dense(linear.weight)), _bias(linear.bias))
 
 
 def _bias(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -47,7 +47,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class Record:
+class DraftRecord:
     """How a proposer does on one sequence."""
 
     sequence: SequenceState
@@ -65,7 +65,7 @@ class Control:
         """`learns`: where those before did worse than `PRIOR`, no more is expected of a new sequence."""
         self._costs = costs
         self._learns = learns
-        self._records: dict[tuple[str, int], Record] = {}  # by proposer and slot
+        self._records: dict[tuple[str, int], DraftRecord] = {}  # by proposer and slot
         self._usual: dict[str, Tally] = {}  # of all sequences, by proposer
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
@@ -118,16 +118,16 @@ class Control:
         """How likely the proposer's next token is thought to be accepted."""
         return self._record(one).tally.rate
 
-    def _record(self, one: Candidate) -> Record:
+    def _record(self, one: Candidate) -> DraftRecord:
         at = one.proposer.name, one.sequence.slot
         record = self._records.get(at)
         if record is None or record.sequence is not one.sequence:
             tally, usual = Tally(), self._usual.get(one.proposer.name, Tally())
             tally.accepted = tally.tried * min(tally.rate, usual.rate)
-            record = self._records[at] = Record(one.sequence, tally)
+            record = self._records[at] = DraftRecord(one.sequence, tally)
         return record
 
-    def _best(self, candidates: Items[Candidate], records: Items[Record], rows: int, tokens: int) -> list[int]:
+    def _best(self, candidates: Items[Candidate], records: Items[DraftRecord], rows: int, tokens: int) -> list[int]:
         """Drafts grow by whichever token is likeliest to count, as long as anything is; the best of all these steps."""
         if rows == len(candidates) == 1:
             return [self._best_alone(candidates[0], records[0].tally.rate, tokens)]
@@ -172,7 +172,7 @@ class Control:
                 seconds += proposer.seconds(len(asked), max(asked))
         return seconds
 
-    def _may_probe(self, one: Candidate, record: Record, rows: int, tokens: int) -> bool:
+    def _may_probe(self, one: Candidate, record: DraftRecord, rows: int, tokens: int) -> bool:
         """Whether a sequence that is thought not to pay is tried with one token. Not at all where even a sure one
         would not pay."""
         if not record.rest:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.execution import device_sampling
 from engine.execution.needs import chosen_by_kernels
-from engine.execution.pipeline import Verified
+from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import MOST_DRAFTED, Proposer
@@ -68,7 +68,7 @@ class PaidDepths:
     def _reach(self, sequence: SequenceState) -> int:
         return min(self.most(sequence), self._proposer.reach(sequence))
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self._control.observe(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
         if self._behind is not None:
             stay, plain = self._stay(sequence), self._costs.seconds(1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.execution.pipeline import GROUPS, Verified
+from engine.execution.pipeline import GROUPS, VerifiedDraft
 from engine.execution.speculation.depths import SOON, TRYING, can_verify
 from engine.execution.speculation.outlook import AcceptanceEstimate
 from engine.scheduling.sequence_state import SequenceState
@@ -33,7 +33,7 @@ class Depths(Protocol):
     def most(self, sequence: SequenceState) -> int:
         """The longest draft that it may ever have; 0 where rounds cannot serve it."""
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         """What came of a draft."""
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
@@ -84,13 +84,13 @@ class SinglePolicy:
     def most(self, sequence: SequenceState) -> int:
         return self._depths.most(sequence)
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         if one.proposed:
             self._depths.observe(sequence, one)
 
 
 @dataclass(slots=True)
-class Record:
+class LaunchRecord:
     """What rounds bring a sequence, or would."""
 
     sequence: SequenceState
@@ -125,7 +125,7 @@ class SeveralPolicy:
         self._plain = plain
         self._estimate = estimate
         self._turn = turn
-        self._records: dict[int, Record] = {}  # by slot
+        self._records: dict[int, LaunchRecord] = {}  # by slot
         self._step = 0.0  # seconds of a plain step of those that were asked about last
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
@@ -157,7 +157,7 @@ class SeveralPolicy:
         most = self._group - 1
         return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         record = self._record(sequence)
         record.add(1 + one.accepted)
         record.lost = max(0.0, record.lost + self._seconds - (1 + one.accepted) * self._step)
@@ -167,32 +167,32 @@ class SeveralPolicy:
         """Whether rounds bring more than plain steps at least where every draft is right."""
         return self._group * self._step >= self._seconds * _MARGIN
 
-    def _pays(self, records: Items[Record], margin: float) -> bool:
+    def _pays(self, records: Items[LaunchRecord], margin: float) -> bool:
         """Returns whether launches give all of them `margin` times what plain steps do, and each about as much."""
         plain, gains = self._step, [record.per_launch for record in records]
         faster = sum(gains) * plain > margin * len(records) * self._seconds
         return faster and min(gains) * plain * _OTHERS > self._seconds
 
-    def _won_back(self, records: Items[Record]) -> bool:
+    def _won_back(self, records: Items[LaunchRecord]) -> bool:
         """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
         gains = sum(record.per_launch for record in records) / len(records)
         plain, tokens = self._step, min(record.sequence.output_length for record in records)
         return self._switching(records) <= max(SOON * (plain - self._seconds / gains), TRYING * plain * tokens)
 
-    def _holds(self, records: Items[Record]) -> bool:
+    def _holds(self, records: Items[LaunchRecord]) -> bool:
         """Whether each has lost less than it would by going back and coming again."""
         return max(record.lost for record in records) < self._switching(records)
 
-    def _switching(self, records: Items[Record]) -> float:
+    def _switching(self, records: Items[LaunchRecord]) -> float:
         """Seconds that it takes to come over, and to go back."""
         return self._estimate.behind([record.sequence for record in records]) + 2 * self._turn
 
-    def _ready(self, record: Record) -> bool:
+    def _ready(self, record: LaunchRecord) -> bool:
         sequence = record.sequence
         to_go = sequence.stopping.max_tokens - sequence.output_length
         return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
 
-    def _rest(self, records: Items[Record]) -> None:
+    def _rest(self, records: Items[LaunchRecord]) -> None:
         """None of them is in rounds for a while."""
         for record in records:
             sequence = record.sequence
@@ -201,17 +201,17 @@ class SeveralPolicy:
             if self._estimate.tried:
                 record.tokens, record.rounds = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
 
-    def _observe_plain(self, record: Record) -> None:
+    def _observe_plain(self, record: LaunchRecord) -> None:
         """In plain steps: takes in what a draft would have brought."""
         found = self._estimate.seen(record.sequence, self.most(record.sequence))
         if found is not None:
             record.add(found)
 
-    def _record(self, sequence: SequenceState) -> Record:
+    def _record(self, sequence: SequenceState) -> LaunchRecord:
         record = self._records.get(sequence.slot)
         if record is None or record.sequence is not sequence:
             tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
             rest = _FIRST_REST if self._estimate.tried else _SEEN_REST
-            record = self._records[sequence.slot] = Record(sequence, tokens, rest)
+            record = self._records[sequence.slot] = LaunchRecord(sequence, tokens, rest)
         record.fits = record.fits or can_verify(sequence)  # for good: what is counted before `min_tokens` only ends
         return record

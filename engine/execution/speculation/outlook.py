@@ -10,7 +10,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.execution.pipeline import Verified
+from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.control import PRIOR
 from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.lookup import PromptLookup
@@ -37,7 +37,7 @@ class AcceptanceEstimate(Protocol):
     def seen(self, sequence: SequenceState, most: int) -> int | None:
         """Tokens that a round would have brought a moment ago, asked in plain steps; None: not known."""
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         """What a round brought."""
 
     def behind(self, sequences: Items[SequenceState]) -> float:
@@ -92,7 +92,7 @@ class LookupEstimate:
             watch.guessed_at = length
         return found
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self._of(sequence).guessed_at = 0
 
     def behind(self, sequences: Items[SequenceState]) -> float:
@@ -123,7 +123,7 @@ class DraftEstimate:
     def seen(self, sequence: SequenceState, most: int) -> int | None:
         return None
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         if one.proposed:
             self._depths.observe(sequence, one)
 

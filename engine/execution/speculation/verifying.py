@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol
 
-from engine.execution.pipeline import Pipeline, Verified
+from engine.execution.pipeline import Pipeline, VerifiedDraft
 from engine.execution.router import ALL_OPTIONS, NO_DRAFTS, Drafts, StepOptions, StepRows
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceState, SequenceTable
@@ -22,7 +22,7 @@ class GroupPolicy(Protocol):
     def most(self, sequence: SequenceState) -> int:
         """Returns the longest draft that the sequence may ever have."""
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         """Takes in what came of a launch for the sequence."""
 
 

@@ -31,7 +31,7 @@ from engine.kernels.weights import Matrix
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class StepProduct:
     """A matrix and its bias, float32 [rows] or None."""
 
     matrix: Matrix
@@ -43,12 +43,12 @@ class LayerWeights:
     """One layer; gains are float32."""
 
     input_gain: torch.Tensor
-    qkv: Product
+    qkv: StepProduct
     attention: LayerAttention
-    output: Product
+    output: StepProduct
     mlp_gain: torch.Tensor
-    gate_up: Product
-    down: Product
+    gate_up: StepProduct
+    down: StepProduct
 
 
 @dataclass(frozen=True, slots=True)

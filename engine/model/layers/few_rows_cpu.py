@@ -52,11 +52,11 @@ def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, pla
         return reason or ""
     try:
         return FewRows(config, weights, rope, placement.products)
-    except Unfit as unfit:
+    except NotWalkable as unfit:
         return str(unfit)
 
 
-class Unfit(Exception):
+class NotWalkable(Exception):
     """The walk does not support this model; the text is the reason in one line."""
 
 
@@ -109,7 +109,7 @@ class _KeptStructures:
     kept: list[object] = field(default_factory=list)
 
     def linear(self, linear: Linear, inputs: int, outputs: int) -> _WalkLinear:
-        """Describes a linear to the library. Raises Unfit."""
+        """Describes a linear to the library. Raises NotWalkable."""
         flat = _flat(linear)
         parts = (_WalkPart * len(flat))(*(_part(one, inputs) for one in flat))
         biases = [(_bias(one), part.outputs) for one, part in zip(flat, parts, strict=True)]
@@ -117,7 +117,7 @@ class _KeptStructures:
         if any(one is not None for one, _ in biases):
             bias = torch.cat([torch.zeros(count) if one is None else one.float() for one, count in biases])
         if sum(part.outputs for part in parts) != outputs:
-            raise Unfit("a linear has other outputs than its layer")
+            raise NotWalkable("a linear has other outputs than its layer")
         self.kept += [linear, parts, bias]
         return _WalkLinear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
 
@@ -133,7 +133,7 @@ class FewRows:
     """Walks over the layers of a model in the form that `walk.c` reads. Its weights must stay where they are."""
 
     def __init__(self, config: ModelConfig, weights: Weights, angles: torch.Tensor, products: CpuProducts) -> None:
-        """angles: float32 [positions, 2, head_dim]. Describes the model to the library. Raises Unfit."""
+        """angles: float32 [positions, 2, head_dim]. Describes the model to the library. Raises NotWalkable."""
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
@@ -241,7 +241,7 @@ def _bias(linear: Linear) -> torch.Tensor | None:
 
 
 def _part(linear: Linear, inputs: int) -> _WalkPart:
-    """Describes one matrix of a linear. Raises Unfit."""
+    """Describes one matrix of a linear. Raises NotWalkable."""
     if isinstance(linear, Int4Cpu):
         (outputs, own, group), q = linear.shape, linear.q
         zero = linear.zero.data_ptr()
@@ -259,9 +259,9 @@ def _part(linear: Linear, inputs: int) -> _WalkPart:
         elif weight.dtype == torch.float32 and weight.stride(0) == 1:
             made, kind = _As(thirty_two=_Wide(weight.data_ptr(), weight.stride(1))), _BITS32
         else:
-            raise Unfit(f"a plain weight of {weight.dtype} lies otherwise than C reads it")
+            raise NotWalkable(f"a plain weight of {weight.dtype} lies otherwise than C reads it")
     else:
-        raise Unfit(f"no product in C takes a {type(linear).__name__}")
+        raise NotWalkable(f"no product in C takes a {type(linear).__name__}")
     if own != inputs:
-        raise Unfit("a linear has other inputs than its layer")
+        raise NotWalkable("a linear has other inputs than its layer")
     return _WalkPart(kind, outputs, made)

@@ -100,7 +100,7 @@ class Buffers:
 class TokenAttention(Protocol):
     """Puts keys and values into their pages, and attends."""
 
-    def heads(self, layer: LayerAttention, product: ops.Parts, queries: torch.Tensor) -> Launch:
+    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
         """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows]."""
 
     def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
@@ -191,14 +191,14 @@ class ForwardPass:
             self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader)))
         return buffers.x
 
-    def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.Parts:
+    def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.ProductParts:
         head = self._parts.model.weights.head
         if not isinstance(head, DenseLinear):
             ordered = gemm.ordered(hidden, self.products.order(head, hidden.shape[0]))
             return self.products(head, ordered, room.view(-1).view(torch.uint8), most_slices=1)
         if not hidden.is_meta:
             torch.mm(hidden, head.weight.t(), out_dtype=torch.float32, out=room)
-        return ops.Parts(room.unsqueeze(0))
+        return ops.ProductParts(room.unsqueeze(0))
 
     def _stream(self, buffers: Buffers, reader: Linear | None) -> ops.Stream:
         """As the linear that reads its norm wants it; None: plain."""

@@ -66,7 +66,7 @@ class Products:
 
     def __call__(
         self, linear: Linear, x: torch.Tensor, room: torch.Tensor, most_slices: int = many.MOST_SLICES
-    ) -> ops.Parts:
+    ) -> ops.ProductParts:
         """x bfloat16 [tokens, columns], in the linear's order, · Wᵀ."""
         linear = self._plain.of(linear, x.shape[0])
         if isinstance(linear, CudaLinear):
@@ -77,15 +77,15 @@ class Products:
         if own is not None:
             out = self._results(room, own.slices, x.shape[0], dense.weight.shape[0])
             self._enqueue(plain_product.plain_product(self._library, x, dense.weight, out, own))
-            return ops.Parts(out)
+            return ops.ProductParts(out)
         out = self._view(room, (x.shape[0], dense.weight.shape[0]), torch.bfloat16)
         if x.is_meta:  # nothing to multiply, and no kernel of ours
-            return ops.Parts(out)
+            return ops.ProductParts(out)
         if dense.bias is None:
             self._chosen.multiply(dense.weight, x, out)
         else:
             torch.addmm(dense.bias, x, dense.weight.t(), out=out)
-        return ops.Parts(out)
+        return ops.ProductParts(out)
 
     def gated(self, linear: Linear, x: torch.Tensor, room: torch.Tensor, inner: torch.Tensor, order: Format) -> None:
         """inner bfloat16 [tokens, half], columns in the order named, = silu(gate) · up of x · Wᵀ, W gates then ups."""
@@ -123,17 +123,19 @@ class Products:
             return None
         return plain_product.divide(tokens, *weight.shape, self._gpu, most_slices, gated=gated)
 
-    def _quantized(self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.Division) -> ops.Parts:
+    def _quantized(
+        self, linear: CudaLinear, x: torch.Tensor, room: torch.Tensor, how: many.GemmDivision
+    ) -> ops.ProductParts:
         matrix, tokens = linear.matrix, x.shape[0]
         out = self._results(room, how.slices, tokens, matrix.rows)
         if how.slices == 1:
             self._go(matrix, many.Batch(x, out, linear.bias), how)
-            return ops.Parts(out)
+            return ops.ProductParts(out)
         self._go(matrix, many.Batch(x, out), how)
-        return ops.Parts(out, linear.bias)
+        return ops.ProductParts(out, linear.bias)
 
     def _results(self, room: torch.Tensor, slices: int, tokens: int, rows: int) -> torch.Tensor:
-        """The front of the room, for a product's results as `ops.Parts` has them."""
+        """The front of the room, for a product's results as `ops.ProductParts` has them."""
         if slices == 1:
             return self._view(room, (tokens, rows), torch.bfloat16)
         return self._view(room, (slices, tokens, rows), torch.float32)
@@ -148,7 +150,7 @@ class Products:
             found = self._views[key] = _front(room, shape, dtype)
         return found
 
-    def _go(self, matrix: Matrix, batch: many.Batch, how: many.Division) -> None:
+    def _go(self, matrix: Matrix, batch: many.Batch, how: many.GemmDivision) -> None:
         self._enqueue(many.gemm(self._library, matrix, batch, how))
 
     def _enqueue(self, launch: Launch) -> None:
@@ -156,7 +158,7 @@ class Products:
 
 
 def _bytes(slices: int, tokens: int, rows: int) -> int:
-    """Returns the bytes of a product's results, as `ops.Parts` has them."""
+    """Returns the bytes of a product's results, as `ops.ProductParts` has them."""
     return tokens * rows * (2 if slices == 1 else 4 * slices)
 
 

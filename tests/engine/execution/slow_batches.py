@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from engine.execution.pipeline import MOST_BATCH_AHEAD, Changes, Launch
+from engine.execution.pipeline import MOST_BATCH_AHEAD, Changes, StepLaunch
 from tests.engine.execution.slow_device import DeviceRow, SlowMemory
 
 BUCKETS = (2, 4, 6, 12)
@@ -49,7 +49,7 @@ class SlowBatches(SlowMemory):
 
         self.queue.append(do)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         rows = launch.rows
         assert rows in BUCKETS
         self.launched.append(rows)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest, Stopping, TokenLogprob
 from engine.errors import EngineFailed
-from engine.execution.pipeline import Launch, MorePages, Rewrite, bucket
+from engine.execution.pipeline import MorePages, Rewrite, StepLaunch, bucket
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, Router, StepOptions
 from engine.fake.checker import PlanChecker
 from engine.ipc.events import Failure
@@ -176,7 +176,7 @@ class SlowDevice(SlowMemory):
         held = self.buckets[self.here][more.index].pages
         self.queue.append(lambda: held.update(enumerate(more.pages, more.first)))
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         width, steps, longest = self.here, launch.steps, launch.longest
         self.launched += steps
         self.sizes.append(steps)

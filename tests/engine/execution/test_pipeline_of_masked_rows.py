@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from msgspec.structs import replace
 
 from engine.api import Constraint, GenerationRequest
-from engine.execution.pipeline import BUCKETS, Launch, Mask, MaskedPipeline, Pipeline, Rewrite, in_flight, run_share
+from engine.execution.pipeline import BUCKETS, Mask, MaskedPipeline, Pipeline, Rewrite, StepLaunch, in_flight, run_share
 from engine.execution.router import AHEAD, ALL_OPTIONS, Capacity, Executors, Role
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
@@ -37,7 +37,7 @@ class HalvesDevice(SlowDevice):
         super().write(update)
         self.queue.append(self.fed.clear)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         assert launch.half is not None
         if launch.half.masks is None:
             self.feed(launch.longest)

@@ -13,7 +13,7 @@ from engine.kernels.attention import Heads, LayerAttention
 from engine.kernels.build import Kernel, KernelLibrary, open_library, parameters_of, source_text
 from engine.kernels.launch import Launcher
 from engine.kernels.weights import to_matrix
-from engine.model.layers.few_rows import LayerWeights, Product, StepWeights
+from engine.model.layers.few_rows import LayerWeights, StepProduct, StepWeights
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 from scripts.sanitize import KERNELS
 
@@ -61,7 +61,7 @@ def small_model(form: str) -> StepWeights:
     heads = Heads(6, 2, 64, True)
     hidden, inner, vocabulary = 896, 640, 1003
 
-    def product(rows: int, columns: int, *, bias: bool = False) -> Product:
+    def product(rows: int, columns: int, *, bias: bool = False) -> StepProduct:
         weight: Dense | Int8Rows | Int4Groups
         if form == "bf16":
             weight = Dense(torch.randn(rows, columns).bfloat16())
@@ -71,7 +71,7 @@ def small_model(form: str) -> StepWeights:
             groups = (rows, columns // 64)
             packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
             weight = Int4Groups(packed, torch.rand(groups).half(), torch.randint(0, 16, groups, dtype=torch.uint8), 64)
-        return Product(to_matrix(weight), torch.randn(rows) if bias else None)
+        return StepProduct(to_matrix(weight), torch.randn(rows) if bias else None)
 
     def layer(window: int | None) -> LayerWeights:
         pool = torch.zeros(2, 4, heads.keys, 16, heads.dim, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from engine.kernels.gemm import (
     MOST_SLICES,
     WIDE_BLOCKS,
     Batch,
-    Division,
+    GemmDivision,
     divide,
     gemm,
     ordered,
@@ -25,7 +25,7 @@ from engine.kernels.gemm import (
 )
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Boxes
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 from engine.kernels.weights import Format, Matrix, to_matrix
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
@@ -116,7 +116,9 @@ def test_plain_weights_are_not_for_this_kernel() -> None:
 
 def test_the_grid_covers_tokens_rows_and_slices(recorder: Any) -> None:
     one = matrix(Format.INT4, 264, 512, 64)
-    launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(3, 130, 264)), Division(64, BLOCK_ROWS, 3, 4))
+    launch = gemm(
+        recorder, one, Batch(torch.zeros(130, 512), torch.zeros(3, 130, 264)), GemmDivision(64, BLOCK_ROWS, 3, 4)
+    )
     assert launch.shape.grid == (3, 3, 3)
     (asked,) = recorder.asked
     assert asked[2] == {"OP_FORMAT": 2, "OP_GROUP": 64, "OP_TOKENS": 64, "OP_STAGES": 4, "OP_SPLIT": 1}
@@ -134,7 +136,7 @@ def test_the_wide_kernel_is_told_of_boxes(recorder: Any, form: Format) -> None:
         Format.INT8: Int8Rows(torch.zeros(264, 512, dtype=torch.int8), torch.ones(264)),
     }
     one = to_matrix(shapes[form])
-    how = Division(64, 256, 2, 6, wide=True)
+    how = GemmDivision(64, 256, 2, 6, wide=True)
     boxes = weight_boxes(one, how.rows)
     launch = gemm(recorder, one, Batch(torch.zeros(130, 512), torch.zeros(2, 130, 264)), how)
     assert launch.shape.grid == (3, 2, 2)
@@ -154,5 +156,5 @@ def test_the_wide_kernel_is_told_of_boxes(recorder: Any, form: Format) -> None:
 
 def test_a_product_in_bfloat16_cannot_want_its_bias_again() -> None:
     with pytest.raises(ValueError, match="bias"):
-        Parts(torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)).values()
-    assert Parts(torch.zeros(3, 2, 2), torch.zeros(2)).values()["slices"] == 3
+        ProductParts(torch.zeros(2, 2, dtype=torch.bfloat16), torch.zeros(2)).values()
+    assert ProductParts(torch.zeros(3, 2, 2), torch.zeros(2)).values()["slices"] == 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernels.build import KernelLibrary
-from engine.kernels.gemm import BLOCKS, WIDE_BLOCKS, Batch, Division, divide, gemm, order, ordered, with_stages
+from engine.kernels.gemm import BLOCKS, WIDE_BLOCKS, Batch, GemmDivision, divide, gemm, order, ordered, with_stages
 from engine.kernels.gpu import gpu_shape
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.weights import Format, Matrix, dequantize, to_matrix
@@ -37,7 +37,7 @@ def made(form: str, rows: int, columns: int) -> tuple[Matrix, torch.Tensor]:
     return to_matrix(Int4Groups(packed, scale, zero, group)), exact * scale.double().repeat_interleave(group, 1)
 
 
-def multiplied(matrix: Matrix, exact: torch.Tensor, how: Division) -> torch.Tensor:
+def multiplied(matrix: Matrix, exact: torch.Tensor, how: GemmDivision) -> torch.Tensor:
     """The weights as this division has them, float64: the wide kernel's four bits are those of plain copies."""
     if not how.wide or matrix.format is not Format.INT4:
         return exact
@@ -50,13 +50,13 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(distance.nan_to_num(nan=float("inf")).max())
 
 
-def poisoned(matrix: Matrix, tokens: int, how: Division) -> torch.Tensor:
+def poisoned(matrix: Matrix, tokens: int, how: GemmDivision) -> torch.Tensor:
     shape = (tokens, matrix.rows) if how.slices == 1 else (how.slices, tokens, matrix.rows)
     dtype = torch.bfloat16 if how.slices == 1 else torch.float32
     return torch.full(shape, float("nan"), device="cuda", dtype=dtype)
 
 
-def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: Division) -> Launch:
+def product(library: KernelLibrary, matrix: Matrix, batch: Batch, how: GemmDivision) -> Launch:
     """Of tokens whose columns lie plainly."""
     return gemm(library, matrix, replace(batch, x=ordered(batch.x, order(matrix, how))), how).alone()
 
@@ -73,7 +73,7 @@ def test_any_number_of_tokens(library: KernelLibrary, launcher: Launcher, form: 
         assert error(expected, x.double() @ exact.T) < 2 * ROUNDED
         for slices in {min(n, columns // matrix.format.span) for n in (1, how.slices, 2, 3)}:
             for block in WIDE_BLOCKS if how.wide else ((how.tokens, how.rows),):
-                one = with_stages(Division(*block, slices, wide=how.wide), matrix.shape, gpu)
+                one = with_stages(GemmDivision(*block, slices, wide=how.wide), matrix.shape, gpu)
                 out = poisoned(matrix, tokens, one)
                 launcher.enqueue([product(library, matrix, Batch(x, out), one)])
                 if one.slices == 1:
@@ -92,7 +92,7 @@ def test_every_tile_with_a_bias(library: KernelLibrary, launcher: Launcher, form
     bias = torch.randn(392, device="cuda")
     for tokens in (1, tile - 3, tile, 2 * tile + 5):
         x = torch.randn(tokens, 1024, device="cuda").bfloat16()
-        how = with_stages(Division(*block, 1), matrix.shape, gpu)
+        how = with_stages(GemmDivision(*block, 1), matrix.shape, gpu)
         for one in {
             how,
             replace(divide(matrix, tile, narrow), slices=1),
@@ -139,7 +139,7 @@ def test_a_token_does_not_depend_on_the_others(
 def test_older_cards(older_library: KernelLibrary, launcher: Launcher, form: str) -> None:
     matrix, exact = made(form, 1040, 896)
     x = torch.randn(100, 896, device="cuda").bfloat16()
-    how = Division(*BLOCKS[-1], 1, 3)
+    how = GemmDivision(*BLOCKS[-1], 1, 3)
     out = poisoned(matrix, 100, how)
     launcher.enqueue([product(older_library, matrix, Batch(x, out), how)])
     assert error(out, x.double() @ exact.T) < ROUNDED

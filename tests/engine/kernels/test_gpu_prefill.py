@@ -57,7 +57,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, slack: float = 1e-5) -> N
 @pytest.mark.parametrize("order", [Format.INT8, Format.INT4])
 def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launcher, order: Format) -> None:
     """Each of the three that write activations, against its own plain result."""
-    product = ops.Parts(torch.randn(16, 1024, device="cuda").bfloat16())
+    product = ops.ProductParts(torch.randn(16, 1024, device="cuda").bfloat16())
     layout = Heads(4, 2, 64, False)
     chunk = chunk_of(16, 0, 4)
     pool = torch.randn(2, 4, 2, 16, 64, device="cuda").bfloat16()
@@ -83,16 +83,16 @@ def test_columns_lie_as_the_reader_wants(library: KernelLibrary, launcher: Launc
         assert not torch.equal(plain, moved)
 
 
-def sliced(value: torch.Tensor, slices: int) -> ops.Parts:
+def sliced(value: torch.Tensor, slices: int) -> ops.ProductParts:
     """float32 slices that sum to value, or bf16 where there are none."""
     if slices == 0:
-        return ops.Parts(value.bfloat16())
+        return ops.ProductParts(value.bfloat16())
     parts = torch.randn(slices, *value.shape, device="cuda")
     parts[-1] = value - parts[:-1].sum(0)
-    return ops.Parts(parts, torch.randn(value.shape[-1], device="cuda"))
+    return ops.ProductParts(parts, torch.randn(value.shape[-1], device="cuda"))
 
 
-def whole(product: ops.Parts) -> torch.Tensor:
+def whole(product: ops.ProductParts) -> torch.Tensor:
     if not product.split:
         return product.data.double()
     assert product.bias is not None

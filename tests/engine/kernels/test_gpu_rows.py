@@ -67,12 +67,12 @@ def test_each_row_picks_its_best(library: KernelLibrary, launcher: Launcher, voc
     bias = None
     if slices == 0:
         logits = logits.bfloat16()
-        product = ops.Parts(logits)
+        product = ops.ProductParts(logits)
     else:
         parts = torch.randn(slices, count, vocabulary, device=CUDA)
         parts[-1] = logits - parts[:-1].sum(0)
         bias = torch.randn(vocabulary, device=CUDA)
-        product = ops.Parts(parts, bias)
+        product = ops.ProductParts(parts, bias)
         logits = parts.sum(0) + bias
     exact = logits.double()
     logits[5] = NAN if slices == 0 else logits[5]

@@ -13,7 +13,7 @@ from engine.kernels.attention import RowPages
 from engine.kernels.batch_sampling import Tables, fill, sample
 from engine.kernels.build import KernelLibrary
 from engine.kernels.launch import Launcher
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 from engine.kernels.rows import packed_words
 from engine.kernels.sampling import (
     BARRED,
@@ -87,7 +87,7 @@ def run(library: KernelLibrary, launcher: Launcher, bed: Bed, logits: torch.Tens
     for at, addresses in enumerate(rows.view(torch.int64)[:, 6:]):
         addresses.copy_(torch.tensor([state.bias[at].data_ptr(), marks[at].data_ptr()]))
     launcher.enqueue([*sampling(library, state, bed.choice, bed.places)])
-    launcher.enqueue([sample(library, rows, Parts(logits), position, best).alone()])
+    launcher.enqueue([sample(library, rows, ProductParts(logits), position, best).alone()])
     torch.cuda.synchronize()
     assert best.tolist() == bed.choice.best.tolist()
     assert torch.equal(marks, state.marks)
@@ -328,7 +328,7 @@ def test_many_rows_with_few_tables(library: KernelLibrary, launcher: Launcher, d
     before = marks.clone()
     position = torch.arange(20, 20 + batch, dtype=torch.int32, device=device)
     best = torch.full((batch,), 42, dtype=torch.int64, device=device)
-    launcher.enqueue([sample(library, state, Parts(logits), position, best)])
+    launcher.enqueue([sample(library, state, ProductParts(logits), position, best)])
     torch.cuda.synchronize()
     assert int(best[9]) == 42
     assert ~int(best[150]) & 0xFFFFFFFF == 777

@@ -17,8 +17,8 @@ from engine.kernels.weights import to_matrix
 from engine.model.layers.few_rows import (
     ChainPlan,
     LayerWeights,
-    Product,
     StepBuffers,
+    StepProduct,
     StepWeights,
     allocate,
     prepare_first,
@@ -34,14 +34,14 @@ HEADS = Heads(4, 2, 64, True)
 LAYERS = 3
 
 
-def random_matrix(form: str, rows: int, columns: int) -> tuple[Product, torch.Tensor]:
+def random_matrix(form: str, rows: int, columns: int) -> tuple[StepProduct, torch.Tensor]:
     dense = torch.randn(rows, columns, device="cuda") * columns**-0.5
     if form == "bf16":
-        return Product(to_matrix(Dense(dense.bfloat16()))), dense.bfloat16().double()
+        return StepProduct(to_matrix(Dense(dense.bfloat16()))), dense.bfloat16().double()
     if form == "int8":
         scale = dense.abs().amax(1) / 127
         whole = Int8Rows((dense / scale[:, None]).round().to(torch.int8), scale)
-        return Product(to_matrix(whole)), whole.q.double() * scale.double()[:, None]
+        return StepProduct(to_matrix(whole)), whole.q.double() * scale.double()[:, None]
     grouped = dense.unflatten(1, (-1, 64))
     low, high = grouped.amin(-1), grouped.amax(-1)
     scale4 = ((high - low) / 15).half()
@@ -49,7 +49,7 @@ def random_matrix(form: str, rows: int, columns: int) -> tuple[Product, torch.Te
     q = ((grouped / scale4[..., None]).round() + zero[..., None]).clamp(0, 15).to(torch.uint8).flatten(1)
     packed = q[:, ::2] | (q[:, 1::2] << 4)
     exact = (q.double().unflatten(1, (-1, 64)) - zero.double()[..., None]) * scale4.double()[..., None]
-    return Product(to_matrix(Int4Groups(packed, scale4, zero.to(torch.uint8), 64))), exact.flatten(1)
+    return StepProduct(to_matrix(Int4Groups(packed, scale4, zero.to(torch.uint8), 64))), exact.flatten(1)
 
 
 class Model:

@@ -16,7 +16,7 @@ from engine.api import GREEDY, SamplingParams, Stopping
 from engine.execution import device_sampling as sampled
 from engine.kernels import batch_sampling, reference
 from engine.kernels.attention import RowPages
-from engine.kernels.prefill import Parts
+from engine.kernels.prefill import ProductParts
 from engine.kernels.sampling import BARRED, COUNT, SEEN, SampledRow, Sampling, allocate, blocks, sampling
 from engine.kernels.tokens import Choice
 from engine.model.layers.few_rows import ChainPlan, StepWeights, prepare_step
@@ -242,7 +242,7 @@ def test_a_choice_among_many_wants_one_slice() -> None:
     nothing = torch.zeros(3)
     for logits in (torch.zeros(50, 3).t().unsqueeze(0), torch.zeros(2, 3, 50)):
         with pytest.raises(ValueError, match="one slice"):
-            batch_sampling.sample(None, nothing, Parts(logits), nothing, nothing)
+            batch_sampling.sample(None, nothing, ProductParts(logits), nothing, nothing)
 
 
 def test_a_row_among_many_is_packed_with_its_tables() -> None:

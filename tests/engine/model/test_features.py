@@ -14,7 +14,7 @@ from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.linear.products import CpuProducts
-from engine.loading.formats import Format
+from engine.loading.formats import FolderFormat
 from engine.model.features import FUSED, Feature, features, why_not
 from engine.model.layers import many_tokens
 from engine.model.layers.few_rows_cpu import COMPUTED, why_not_few_rows
@@ -46,7 +46,7 @@ def configs() -> dict[str, ModelConfig]:
 def parts_of(config: ModelConfig) -> Parts:
     """A model of shapes alone, as for a GPU."""
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
-    made = shape_weights(config, Format(None), torch.bfloat16)
+    made = shape_weights(config, FolderFormat(None), torch.bfloat16)
     model = Transformer(config, made, RopeTables(torch.empty(16, 2, config.head_dim, device="meta")), nowhere)
     pool = KvCache(kv_shape(config), 1, nowhere, heads_outside=False)
     return Parts(model, pool, Sampler(config.vocab_size, 1, torch.device("cpu")), 16, 16)

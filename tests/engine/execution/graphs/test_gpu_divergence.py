@@ -9,7 +9,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.execution.graphs.batch import BatchedSteps
-from engine.execution.pipeline import BatchPipeline, BatchRow, Launch
+from engine.execution.pipeline import BatchPipeline, BatchRow, StepLaunch
 from engine.worker.build import build
 from tests.engine.conftest import Drive, Request
 from tests.engine.execution.test_eager import MODELS, prompts, settings
@@ -34,7 +34,7 @@ class Watched:
         self.logits: list[torch.Tensor] = []
         launch, read = BatchedSteps.launch, BatchPipeline._read_step
 
-        def keep(device: BatchedSteps, given: Launch) -> None:
+        def keep(device: BatchedSteps, given: StepLaunch) -> None:
             launch(device, given)
             self.logits.append(device._logits[: given.rows].clone())
 

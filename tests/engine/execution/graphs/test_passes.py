@@ -10,7 +10,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as some
 
 from engine.errors import EngineFailed
-from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Layout, Pass, passes
+from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, passes
 from engine.execution.graphs.prefill import SIZES as CAPTURED
 from engine.execution.graphs.prefill import filled
 from engine.scheduling.plan import Row
@@ -26,7 +26,7 @@ MOST = max(COSTS)
 
 def read(one: Pass, chunks: int) -> list[tuple[int, int, int, int]]:
     """(page, offset in it, position, id) of each token, as the kernels find them."""
-    layout = Layout(MOST, chunks)
+    layout = PassLayout(MOST, chunks)
     words = layout.words(one).tolist()
     pages = words[layout.pages :]
     assert words[0] == one.tokens

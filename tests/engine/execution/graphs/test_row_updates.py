@@ -24,10 +24,10 @@ from engine.execution.graphs.row_updates import RowUpdateEncoder
 from engine.execution.pipeline import (
     BatchPipeline,
     Changes,
-    Launch,
     Pipeline,
     Rewrite,
     RowState,
+    StepLaunch,
     in_flight,
     run_share,
 )
@@ -205,7 +205,7 @@ class EncodedBatches(SlowBatches):
         elif kind == MOVE:
             self.rows[row], self.rows[op[2]] = self.rows[op[2]], ChoosingRow()
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         rows = launch.rows
         stages = self.encoder.sampled(rows)
         self.with_stages += stages

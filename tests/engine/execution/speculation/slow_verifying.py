@@ -12,11 +12,11 @@ from engine.execution.pipeline import (
     MORE,
     MOST_VERIFY_AHEAD,
     PARKED,
-    Launch,
     MorePages,
     Pipeline,
     Rewrite,
-    Verified,
+    StepLaunch,
+    VerifiedDraft,
     in_flight,
     run_share,
     verify_lookahead,
@@ -150,7 +150,7 @@ class SlowRounds(SlowMemory):
 
         self.queue.append(add)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: StepLaunch) -> None:
         group, longest = launch.group, launch.longest
         assert len(self.own) == 1 or group == self.laid, "rows stand as they are laid out"
         self.launched += 1
@@ -224,7 +224,7 @@ class Whims:
 
     def __init__(self, seed: int, depths: Rows[int]) -> None:
         self.random, self.depths = random.Random(seed), depths
-        self.told_of: list[Verified] = []
+        self.told_of: list[VerifiedDraft] = []
 
     def most(self, sequence: SequenceState) -> int:
         return 0 if sequence.stopping.min_tokens > sequence.output_length else LAID - 1
@@ -232,7 +232,7 @@ class Whims:
     def depth(self, sequence: SequenceState) -> int:
         return self.random.choice(self.depths)
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self.told_of.append(one)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
@@ -250,7 +250,7 @@ class WhimsTogether:
 
     def __init__(self, seed: int, group: int) -> None:
         self.random, self.size = random.Random(seed), group
-        self.told_of: list[tuple[int, Verified]] = []
+        self.told_of: list[tuple[int, VerifiedDraft]] = []
         self.stays = 0.9
 
     def group(self, sequences: Rows[SequenceState], *, continues: bool) -> int:
@@ -262,7 +262,7 @@ class WhimsTogether:
         """One of three rides without a draft."""
         return (self.size - 1) * (sequence.key % 3 != 2)
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self.told_of.append((sequence.key, one))
 
 

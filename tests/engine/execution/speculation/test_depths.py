@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import GREEDY, Stopping
-from engine.execution.pipeline import Verified
+from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.draft_model import DraftModel
@@ -54,10 +54,10 @@ def test_nothing_to_look_up_is_no_draft() -> None:
 def test_right_drafts_grow_and_wrong_ones_end() -> None:
     depths, state = PaidDepths(H100, PromptLookup()), sequence()
     for _ in range(20):
-        depths.observe(state, Verified(8, 7, 7))
+        depths.observe(state, VerifiedDraft(8, 7, 7))
     assert depths.depth(state) == 7
     for _ in range(60):
-        depths.observe(state, Verified(8, 7, 0))
+        depths.observe(state, VerifiedDraft(8, 7, 0))
     assert depths.depth(state) == 0
 
 
@@ -130,13 +130,13 @@ def test_rounds_that_lose_a_little_are_held_on_to() -> None:
     depths, state = short_steps(), sequence(range(9))
     assert depths.worth(state, 3)
     for _ in range(20):
-        depths.observe(state, Verified(2, 1, 1))
+        depths.observe(state, VerifiedDraft(2, 1, 1))
     wrong = 0
     while depths.holds(state):
-        depths.observe(state, Verified(2, 1, 0))
+        depths.observe(state, VerifiedDraft(2, 1, 0))
         wrong += 1
     assert wrong == 31  # of 20 microseconds each, 610 in all
-    depths.observe(state, Verified(2, 1, 1))
+    depths.observe(state, VerifiedDraft(2, 1, 1))
     assert depths.holds(state), "one that was right makes up for two that were not"
 
 
@@ -150,7 +150,7 @@ def test_who_tries_again_has_paid_for_it_before() -> None:
         if depths.worth(state, 1):
             tries.append(len(state.token_ids))
             while depths.holds(state):
-                depths.observe(state, Verified(2, 1, 0))
+                depths.observe(state, VerifiedDraft(2, 1, 0))
             depths.left(state)
     assert 4 <= len(tries) <= 4000 * 59 * 0.03 / (2 * 610)
 
@@ -163,13 +163,13 @@ def test_a_draft_model_that_is_never_right_begins_no_further_answer() -> None:
     """By what other sequences have told; those of a good one begin with the same hope as ever."""
     wrong, right = short_steps(), short_steps()
     for _ in range(40):
-        wrong.observe(sequence(range(9)), Verified(4, 3, 0))
-        right.observe(sequence(range(9)), Verified(4, 3, 3))
+        wrong.observe(sequence(range(9)), VerifiedDraft(4, 3, 0))
+        right.observe(sequence(range(9)), VerifiedDraft(4, 3, 3))
     state = sequence(range(9))
     assert wrong.depth(state) == 0
     assert right.depth(state) == short_steps().depth(state) > 0
     looked_up = PaidDepths(H100, PromptLookup())
     for _ in range(40):
-        looked_up.observe(sequence(), Verified(4, 3, 0))
+        looked_up.observe(sequence(), VerifiedDraft(4, 3, 0))
     other = sequence()
     assert looked_up.depth(other) > 0, "what one text repeats says nothing of another"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.api import GREEDY, Stopping
-from engine.execution.pipeline import Verified
+from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.groups import SinglePolicy
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
@@ -23,7 +23,7 @@ class Said:
     def most(self, sequence: SequenceState) -> int:
         return 7
 
-    def observe(self, sequence: SequenceState, one: Verified) -> None:
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         """Nobody asks."""
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:

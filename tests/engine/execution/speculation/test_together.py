@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.api import GREEDY, Stopping
-from engine.execution.pipeline import Verified
+from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.groups import SeveralPolicy
@@ -99,7 +99,7 @@ def test_rounds_that_bring_nothing_end_and_rest_ever_longer() -> None:
         while choose.group(states, continues=True):
             rounds += 1
             for state in states:
-                choose.observe(state, Verified(4, 3, 0))
+                choose.observe(state, VerifiedDraft(4, 3, 0))
                 state.token_ids.append(7)
         assert 2 <= rounds < 30
     assert rests[0] is not None
@@ -115,7 +115,7 @@ def test_rounds_that_pay_go_on() -> None:
     for at in range(100):
         assert choose.group(states, continues=True) == 4
         for state in states:
-            choose.observe(state, Verified(4, 3, 3 if at % 2 else 1))
+            choose.observe(state, VerifiedDraft(4, 3, 3 if at % 2 else 1))
 
 
 def test_another_sequence_in_a_slot_is_a_new_one() -> None:
@@ -136,7 +136,7 @@ def rounds(choose: SeveralPolicy, states: Items[SequenceState], right: Items[int
         if not choose.group(states, continues=True):
             return done
         for state, accepted in zip(states, right, strict=True):
-            choose.observe(state, Verified(4, choose.most(state), accepted))
+            choose.observe(state, VerifiedDraft(4, choose.most(state), accepted))
             state.token_ids += [7] * (1 + accepted)
     return most
 
@@ -183,7 +183,7 @@ def test_what_was_learned_of_a_sequence_alone_counts() -> None:
     choose = SeveralPolicy(4, ROUND, MISTRAL.__getitem__, DraftEstimate(depths))
     states = [sequence(slot) for slot in range(2)]
     for _ in range(20):
-        depths.observe(states[0], Verified(4, 3, 0))
+        depths.observe(states[0], VerifiedDraft(4, 3, 0))
     assert steps(choose, {slot: fresh(300) for slot in range(2)}, states) == 128, "it is tried all the same"
 
 
