@@ -7,6 +7,7 @@ wrongly is refused here, by file, key and remedy.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,25 +30,31 @@ PATTERN: Final = 6  # of Gemma 3: every sixth layer has no window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FamilyRules:
+class Traits:
+    """What all models of a family have in common."""
+
+    family: Family
+    qk_norm: bool = False
+    wide_qk_norm: bool = False  # whether a norm takes all heads of queries, or of keys, as one
+    activation: Activation = "silu"
+    norm_offset: float = 0.0  # what is added to the stored weights of norms
+    input_norms: bool = True  # whether what attention and MLP read is normalised
+    output_norms: bool = False  # whether what they compute is, before it is added to the residual
+    embedding_scale_rounded: bool = False  # whether the scale is rounded to the embedding's type, as it was in training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FamilyRules(Traits):
     """What differs between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
     that the family's config may leave out."""
 
-    family: Family
     max_positions: int
     kv_heads: int | None = None
     head_dim: int | None = None
     attention_bias: bool = False  # whether the config may switch on biases of all four projections
     qkv_bias: bool = False  # whether queries, keys and values always have one
     mlp_bias: bool = False  # whether the config may switch it on
-    qk_norm: bool = False
-    activation: Activation = "silu"
-    wide_qk_norm: bool = False
     norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    input_norms: bool = True
-    output_norms: bool = False
-    scaled_embedding: bool = False
     scaled_queries: bool = False  # whether the config states the scale of attention
     multipliers: bool = False  # whether the config states factors on embedding, residuals, attention and logits
     ropes_by_kind: bool = False  # whether layers with a window have rotary angles of their own
@@ -72,7 +79,7 @@ FAMILIES: Final = {
         activation="gelu",
         norm_offset=1.0,
         output_norms=True,
-        scaled_embedding=True,
+        embedding_scale_rounded=True,
         scaled_queries=True,
         ropes_by_kind=True,
         tied_head=True,
@@ -101,11 +108,10 @@ FAMILIES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Traits):
     """The shape of one model. Sizes count elements."""
 
     architecture: str
-    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -118,14 +124,7 @@ class ModelConfig:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    wide_qk_norm: bool  # whether a norm takes all heads of queries, or of keys, as one
-    activation: Activation
-    norm_offset: float  # what is added to the stored weights of norms
-    input_norms: bool  # whether what attention and MLP read is normalised
-    output_norms: bool  # whether what attention and MLP compute is normalised before it is added to the residual
     embedding_scale: float
-    embedding_scale_rounded: bool  # whether the scale is rounded to the embedding's type, as it was in training
     query_scale: float  # of attention, beside the usual head_dim ** -0.5; needs norms of heads to be folded into
     logit_scale: float
     windows: tuple[int | None, ...]  # one a layer: how many positions back it sees, itself included; None: all
@@ -158,7 +157,6 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
     scales = _scales(fields, rules, hidden, head_dim)
     return ModelConfig(
         architecture=architecture,
-        family=rules.family,
         vocab_size=_vocabulary(fields, sizes.get("vocab_size")),
         hidden_size=hidden,
         intermediate_size=fields.integer("intermediate_size", default=sizes.get("intermediate_size"), minimum=1),
@@ -171,14 +169,8 @@ def parse_config(raw: dict[str, Any], file: str) -> ModelConfig:
         qkv_bias=attention_bias or rules.qkv_bias,
         output_bias=attention_bias,
         mlp_bias=_switch(fields, "mlp_bias", rules.mlp_bias, architecture),
-        qk_norm=rules.qk_norm,
-        wide_qk_norm=rules.wide_qk_norm,
-        activation=rules.activation,
-        norm_offset=rules.norm_offset,
-        input_norms=rules.input_norms,
-        output_norms=rules.output_norms,
+        **{trait.name: getattr(rules, trait.name) for trait in dataclasses.fields(Traits)},
         embedding_scale=scales.embedding / scales.residual,
-        embedding_scale_rounded=rules.scaled_embedding,
         query_scale=_query_scale(fields, head_dim) if rules.scaled_queries else 1.0,
         logit_scale=scales.logits,
         windows=_windows(fields, rules),
@@ -246,7 +238,7 @@ class _Scales:
 
 def _scales(fields: Fields, rules: _FamilyRules, hidden: int, head_dim: int) -> _Scales:
     if not rules.multipliers:
-        return _Scales(embedding=math.sqrt(hidden) if rules.scaled_embedding else 1.0)
+        return _Scales(embedding=math.sqrt(hidden) if rules.embedding_scale_rounded else 1.0)
 
     def factor(key: str) -> float:
         return fields.within(key, 0.0, MOST_MULTIPLIER, default=1.0)
