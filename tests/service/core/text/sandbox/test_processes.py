@@ -27,13 +27,13 @@ DEMO = Path("models/demo")
 # Jobs that misbehave, in a module of their own that the fork server imports.
 ODD = """
 import os, time
-from service.core.text.sandbox.jobs import Refusal
+from service.core.text.sandbox.jobs import JobRefused
 def sleeps(tokenizer, payload): time.sleep(float(payload or b"3600")); return payload
 def grows(tokenizer, payload): return bytes(2**30)
 def aborts(tokenizer, payload): os.abort()
 def dies(tokenizer, payload): os._exit(7)
 def raises(tokenizer, payload): raise KeyError("a secret")
-def refuses(tokenizer, payload): raise Refusal("is not liked")
+def refuses(tokenizer, payload): raise JobRefused("is not liked")
 def echoes(tokenizer, payload): return payload
 def environment(tokenizer, payload): return repr(dict(os.environ)).encode()
 def process(tokenizer, payload): return str(os.getpid()).encode()
