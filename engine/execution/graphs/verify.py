@@ -92,24 +92,12 @@ class VerifyGraphs:
         self._mailbox = Mailbox(layout.size, device)
         self._state = layout.state(self._mailbox.arrived)
         self._state.newest.fill_(-1)
-        room = allocate(weights, layout.rows, 1, 1)
-        verifying, *guessing = self._state.draws
-        choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
-        places = RowPages(room.places.position, layout.pages(self._mailbox.arrived))
-        self._room: StepBuffers = replace(room, choice=choice, places=places)
-        self._verified: Verified = replace(
-            speculation.allocate(sequences, layout.laid, 1, _RING, device),
-            history=layout.history(self._mailbox.arrived),
-            newest=self._state.newest,
-            held=self._state.held,
-            last_position=self._state.last_position,
-            most_drafts=self._state.most_drafts,
-            stops=self._state.stops,
-            count=self._state.count,
-        )
+        self._room = self._row_memory()
+        self._verified = self._sequence_memory()
         self._guessing: DraftSteps | None = None
         if draft is not None:
-            self._guessing = DraftSteps(draft.weights, self._verified, tuple(guessing), places.pages)
+            pages, guessing = self._room.places.pages, self._state.draws[1:]
+            self._guessing = DraftSteps(draft.weights, self._verified, guessing, pages)
         self._ring = words(self._verified.ring)
         self._start: Launch | None = None
         self._sampling: Sampling = (
@@ -118,6 +106,27 @@ class VerifyGraphs:
         self._draws = False  # whether the sampling stages are needed
         self._groups_made: dict[int, GroupSteps] = {}  # by group
         self._poller = RingPoller()
+
+    def _row_memory(self) -> StepBuffers:
+        """Makes the memory of the rows of a step; what the host writes of them lies in the mailbox."""
+        room, verifying = allocate(self._weights, self._layout.rows, 1, 1), self._state.draws[0]
+        choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
+        places = RowPages(room.places.position, self._layout.pages(self._mailbox.arrived))
+        return replace(room, choice=choice, places=places)
+
+    def _sequence_memory(self) -> Verified:
+        """Makes the memory of the sequences; what the host writes of them lies in the mailbox."""
+        layout, state = self._layout, self._state
+        return replace(
+            speculation.allocate(layout.sequences, layout.laid, 1, _RING, self._weights.table.device),
+            history=layout.history(self._mailbox.arrived),
+            newest=state.newest,
+            held=state.held,
+            last_position=state.last_position,
+            most_drafts=state.most_drafts,
+            stops=state.stops,
+            count=state.count,
+        )
 
     def build(self, groups: Sequence[int] | None = None) -> None:
         """Makes the rounds of these groups, or of all. Raises BuildError."""

@@ -275,11 +275,11 @@ def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str, kept: 
     pool = torch.zeros(2, 4, 2, 16, 64, dtype=kept)
     own = LayerAttention(pool[0], pool[1], torch.ones(64), torch.ones(64))
     places = prefill.TokenPlaces(states.position, states.pages)
-    product = prefill.Parts(torch.zeros(16, layout.rows, dtype=torch.bfloat16))
+    product = prefill.ProductParts(torch.zeros(16, layout.rows, dtype=torch.bfloat16))
     prefill.row_heads(recorder, layout, own, places, Embedding(torch.zeros(1), 1e-6), product, queries)
     row_states.change(recorder, states, torch.zeros(99, dtype=torch.int32))
-    row_states.pick(recorder, prefill.Parts(torch.zeros(1, 16, 1003)), states)
-    row_states.pick(recorder, prefill.Parts(torch.zeros(16, 1003, dtype=torch.bfloat16)), states)
+    row_states.pick(recorder, prefill.ProductParts(torch.zeros(1, 16, 1003)), states)
+    row_states.pick(recorder, prefill.ProductParts(torch.zeros(16, 1003, dtype=torch.bfloat16)), states)
     row_states.finish(recorder, states, row_states.Report(torch.zeros(1), torch.zeros(4, 16)))
     for name, entry, defines, _ in recorder.asked:
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
@@ -291,7 +291,7 @@ def test_row_states_compile(recorder: Any, compiler: Compiler, arch: str, kept: 
 def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch: str) -> None:
     rows, four = torch.zeros(4, sampling.ROW_WORDS, dtype=torch.int32), torch.zeros(4)
     for logits in (torch.zeros(1, 4, 1003), torch.zeros(4, 1003, dtype=torch.bfloat16)):
-        batch_sampling.sample(recorder, rows, prefill.Parts(logits), four, four)
+        batch_sampling.sample(recorder, rows, prefill.ProductParts(logits), four, four)
     batch_sampling.fill(recorder, 1003, four, 1)
     for name, _, defines, _ in recorder.asked:
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
@@ -310,7 +310,7 @@ def chunk_stages(
     stream = prefill.Stream(torch.zeros(tokens, 256), torch.zeros(tokens, 256), 1e-6, order)
     size = (tokens, 512) if slices == 1 else (slices, tokens, 512)
     out = torch.zeros(size, dtype=torch.bfloat16 if slices == 1 else torch.float32)
-    product = prefill.Parts(out, None if slices == 1 else torch.zeros(512))
+    product = prefill.ProductParts(out, None if slices == 1 else torch.zeros(512))
     own = LayerAttention(pool[0], pool[1], gain, gain)
     queries = torch.zeros(tokens, 4, 64)
     chunks = prefill.Chunks(torch.zeros(3, 4), torch.zeros(2, 4))
