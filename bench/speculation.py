@@ -35,7 +35,7 @@ from bench.workloads import append
 from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.costs import Clock, Costs, clock_of
-from engine.execution.speculation.drafted import Speculation
+from engine.execution.speculation.eager_executor import Speculation
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
 from engine.execution.speculation.verify_executor import CapturedSpeculation

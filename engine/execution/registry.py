@@ -12,10 +12,10 @@ from typing import Protocol
 
 from engine.api import Objection, ProposerInfo, Unused
 from engine.errors import Unsupported
-from engine.execution import eager, trials
+from engine.execution import eager
 from engine.execution.graphs import batch, decode, masked, prefill
 from engine.execution.router import Capacity, Role, StepOptions
-from engine.execution.speculation import drafted
+from engine.execution.speculation import eager_executor
 from engine.execution.speculation import verify_executor as verify
 from engine.execution.step_state import Parts, Unfit
 from engine.loading.progress import Progress
@@ -66,24 +66,51 @@ class ExecutorEntry:
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
+# Tiny models on which executors are compared with eager: each the smallest that the executor's kernels read.
+PLAIN_TRIAL: Mapping[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
+KERNELS_TRIAL: Mapping[str, object] = {
+    **PLAIN_TRIAL,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "dtype": "bfloat16",
+}
+
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        Role.MASKED, "graph", masked.why_not, masked.Constrained, trials.KERNELS, optional=True
+        Role.MASKED, "graph", masked.why_not, masked.Constrained, KERNELS_TRIAL, optional=True
     ),
     ExecutorEntry(
         Role.VERIFY,
         "graph",
         verify.why_not,
         verify.CapturedSpeculation,
-        trials.KERNELS,
+        KERNELS_TRIAL,
         optional=True,
         ask=verify.ask,
     ),
-    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, trials.KERNELS, ask=decode.ask),
-    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, trials.KERNELS, ask=prefill.ask),
-    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, trials.KERNELS, ask=batch.ask),
-    ExecutorEntry(Role.DRAFTED, "eager", drafted.why_not, drafted.Speculation, trials.PLAIN, optional=True),
-    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, trials.PLAIN),
+    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, KERNELS_TRIAL, ask=decode.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, KERNELS_TRIAL, ask=prefill.ask),
+    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, KERNELS_TRIAL, ask=batch.ask),
+    ExecutorEntry(
+        Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, PLAIN_TRIAL, optional=True
+    ),
+    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, PLAIN_TRIAL),
 )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.constraints.constraints import Constraints
-from engine.execution.polling import IdleWork
+from engine.execution.driver import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
 from engine.kv.kv_cache import KvCache

@@ -16,7 +16,7 @@ from engine.api import Constraint, GenerationRequest
 from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS, Executor, ExecutorEntry, choose
 from engine.execution.router import Capacity, StepOptions
-from engine.execution.speculation.drafted import Speculation
+from engine.execution.speculation.eager_executor import Speculation
 from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.scheduling.plan import RowResult, Runner, Share

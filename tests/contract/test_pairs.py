@@ -23,7 +23,7 @@ from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.execution.router import Role
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation import verify_executor as captured
-from engine.execution.speculation.drafted import Speculation
+from engine.execution.speculation.eager_executor import Speculation
 from engine.execution.speculation.groups import SeveralPolicy
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from engine.execution.capture import Recorder
+from engine.execution.driver import Recorder, RingPoller, all_entries
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, StepLaunch
-from engine.execution.polling import RingPoller, all_entries
 from engine.execution.router import FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import batch_attention

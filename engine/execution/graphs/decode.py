@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
-from engine.execution.capture import Recorder
+from engine.execution.driver import Recorder, RingPoller
 from engine.execution.graphs import placement, weights
 from engine.execution.graphs.row_state import RING, StateBlock, entry_of, fill, idle, placed, words
 from engine.execution.needs import require_known
@@ -31,7 +31,6 @@ from engine.execution.pipeline import (
     plain_lookahead,
     run_share,
 )
-from engine.execution.polling import RingPoller
 from engine.execution.router import AHEAD, FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit, no_gpu
 from engine.kernels import sampling

@@ -15,11 +15,10 @@ import torch
 
 from engine.execution.graphs import decode, weights
 from engine.execution.graphs.decode import RowSteps
-from engine.execution.graphs.row_state import StateBlock, words
+from engine.execution.graphs.row_state import StateBlock, TokenMasks, words
 from engine.execution.pipeline import BUCKETS, Mask, MaskedPipeline, StepLaunch
 from engine.execution.router import Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
-from engine.execution.token_masks import TokenMasks
 from engine.kernels.build import BuildError
 from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution.capture import Recorder
+from engine.execution.driver import Recorder
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Enqueues
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers

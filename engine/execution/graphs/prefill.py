@@ -15,11 +15,10 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.execution.capture import Recorder
+from engine.execution.driver import Mailbox, Recorder
 from engine.execution.graphs import weights as step_weights
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
 from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, passes
-from engine.execution.mailbox import Mailbox
 from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit

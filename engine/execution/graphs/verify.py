@@ -17,15 +17,12 @@ import torch
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
-from engine.execution.capture import Recorder
+from engine.execution.driver import Mailbox, Recorder, RingPoller
 from engine.execution.graphs.decode import REACHES, Steps, distinct
-from engine.execution.graphs.draft_steps import DeviceDraft, DraftSteps
-from engine.execution.graphs.row_state import entry_of, words
-from engine.execution.graphs.verify_layout import VerifyLayout
-from engine.execution.mailbox import Mailbox
+from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
+from engine.execution.graphs.row_state import VerifyLayout, entry_of, words
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
-from engine.execution.polling import RingPoller
 from engine.execution.speculation.draft_progress import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages

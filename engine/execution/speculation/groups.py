@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.execution.pipeline import GROUPS, VerifiedDraft
-from engine.execution.speculation.depths import SOON, TRYING, can_verify
-from engine.execution.speculation.outlook import AcceptanceEstimate
+from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, can_verify
 from engine.scheduling.sequence_state import SequenceState
 
 STAYS = 64  # tokens without a draft: to come and go costs about a step each time

@@ -10,19 +10,17 @@ from typing import Final
 
 import torch
 
-from engine.execution.capture import Recorder
+from engine.execution.driver import Recorder
 from engine.execution.graphs import decode, weights
-from engine.execution.graphs.draft_prefill import DraftPrefill
-from engine.execution.graphs.draft_steps import DeviceDraft
+from engine.execution.graphs.drafting import DeviceDraft, DraftPrefill
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
 from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.estimates import AcceptanceEstimate, DraftEstimate, LookupEstimate, PaidDepths
 from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy, SinglePolicy, group_of
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.outlook import AcceptanceEstimate, DraftEstimate, LookupEstimate
 from engine.execution.speculation.proposer import Proposer
 from engine.execution.speculation.verifying import VerifyingRows, Way
 from engine.execution.step_state import DecodeWeights, Parts, Unfit

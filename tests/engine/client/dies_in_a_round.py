@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.execution.speculation import costs, drafted
+from engine.execution.speculation import costs, eager_executor
 from engine.execution.speculation.proposer import Draft
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
@@ -29,7 +29,7 @@ class Fatal:
     def __init__(self, died: Path, step: int) -> None:
         self._died = died
         self._left = step
-        self._accept = drafted.accept
+        self._accept = eager_executor.accept
 
     def __call__(self, sequence: SequenceState, draft: Draft, chosen: Sequence[RowResult]) -> RowResult:
         found = self._accept(sequence, draft, chosen)
@@ -42,6 +42,6 @@ class Fatal:
 
 if __name__ == "__main__":
     costs.measure = lambda step, most, clock: FREE
-    drafted.accept = Fatal(Path(sys.argv[1]), int(sys.argv[2]))
+    eager_executor.accept = Fatal(Path(sys.argv[1]), int(sys.argv[2]))
     sys.argv[1:] = sys.argv[3:]
     sys.exit(process.main())

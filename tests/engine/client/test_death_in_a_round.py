@@ -14,7 +14,7 @@ from engine import launch
 from engine.api import EngineState
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
-from engine.execution.trials import PLAIN
+from engine.execution.registry import PLAIN_TRIAL
 from engine.fake import plain_request
 from engine.settings import EngineSettings
 from tests.engine.client import dies_in_a_round
@@ -45,7 +45,7 @@ def launched_with(died: Path, fd: int, mark: int, kind: str) -> subprocess.Popen
 async def test_what_each_stream_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who has tokens is told to come again, and has none of the step that was not ended; who waits is answered by the
     next process; and the text is the one of no speculation."""
-    (tmp_path / "config.json").write_text(json.dumps(dict(PLAIN)))
+    (tmp_path / "config.json").write_text(json.dumps(dict(PLAIN_TRIAL)))
     monkeypatch.setattr(launch, "_launch", lambda *given: launched_with(tmp_path / "died", *given))
     settings = EngineSettings(
         model=str(tmp_path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.execution import polling
-from engine.execution.polling import IdleWork, RingPoller
+from engine.execution.driver import IdleWork, RingPoller
 
 
 def test_other_work_is_done_instead_of_a_nap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.graphs.draft_steps import DraftSteps
-from engine.execution.graphs.verify_layout import DRAFT_ROWS, Draws
+from engine.execution.graphs.drafting import DraftSteps
+from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
 from engine.kernels import (
     batch_attention,
     batch_sampling,

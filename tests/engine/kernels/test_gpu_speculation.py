@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.execution.graphs.draft_steps import DraftSteps
-from engine.execution.graphs.verify_layout import DRAFT_ROWS, Draws
+from engine.execution.graphs.drafting import DraftSteps
+from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, proposers
+from engine.execution.registry import EXECUTORS, KERNELS_TRIAL, PLAIN_TRIAL, proposers
 from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
-from engine.execution.trials import KERNELS, PLAIN
 from engine.kernels.gpu import GpuShape
 from engine.loading.formats import read_folder
 from engine.settings import EngineSettings
@@ -29,7 +28,7 @@ def folder(tmp_path: Path) -> Folder:
     def make(name: str, tokenizer: str = "{}", **changes: object) -> Path:
         made = tmp_path / name
         made.mkdir()
-        (made / "config.json").write_text(json.dumps({**PLAIN, **changes}))
+        (made / "config.json").write_text(json.dumps({**PLAIN_TRIAL, **changes}))
         (made / "tokenizer.json").write_text(tokenizer)
         return made
 
@@ -90,7 +89,7 @@ def test_where_nobody_verifies_the_reason_is_told(folder: Folder) -> None:
 
 def test_a_draft_models_kernels_are_foretold(folder: Folder) -> None:
     """Else each would be compiled when it is asked for, one after another."""
-    target, draft = folder("target", **KERNELS), folder("draft", **KERNELS | {"hidden_size": 128})
+    target, draft = folder("target", **KERNELS_TRIAL), folder("draft", **KERNELS_TRIAL | {"hidden_size": 128})
     gpu = GpuShape(132, 227 << 10, overlap=True)
     settings = EngineSettings(model=str(target), device="cuda", max_sequences=8)
     config, form = read_folder(target, "auto")

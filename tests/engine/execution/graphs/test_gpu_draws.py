@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.api import GenerationRequest
-from engine.execution.capture import Recorder
+from engine.execution.driver import Recorder
 from engine.execution.eager import Eager
 from engine.execution.router import StepOptions
 from engine.execution.runner import ModelRunner

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.api import GREEDY, Stopping
-from engine.execution.graphs.verify_layout import VerifyLayout
+from engine.execution.graphs.row_state import VerifyLayout
 from engine.execution.pipeline import RowState
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import begin

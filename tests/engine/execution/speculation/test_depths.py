@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from engine.api import GREEDY, Stopping
 from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.depths import PaidDepths
 from engine.execution.speculation.draft_model import DraftModel
+from engine.execution.speculation.estimates import PaidDepths
 from engine.execution.speculation.lookup import PromptLookup
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin

@@ -8,7 +8,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.api import GREEDY, SamplingParams, Stopping
-from engine.execution.speculation.verify import accept
+from engine.execution.speculation.eager_executor import accept
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceState
 

@@ -15,7 +15,7 @@ from engine.execution.speculation import verify_executor as executor
 from engine.execution.speculation.groups import SeveralPolicy
 from engine.execution.speculation.verify_executor import SEVERAL, CapturedSpeculation
 from tests.engine.execution.graphs.test_gpu_decode import save, texts
-from tests.engine.execution.speculation.test_gpu_verify import (
+from tests.engine.execution.speculation.test_gpu_verify_executor import (
     SAMPLINGS,
     answers,
     quantized,

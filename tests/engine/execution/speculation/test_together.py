@@ -10,10 +10,9 @@ from msgspec.structs import replace
 from engine.api import GREEDY, Stopping
 from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.depths import PaidDepths
+from engine.execution.speculation.estimates import DraftEstimate, LookupEstimate, PaidDepths
 from engine.execution.speculation.groups import SeveralPolicy
 from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.outlook import DraftEstimate, LookupEstimate
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 

@@ -7,9 +7,11 @@ without: the answer is the same, token by token, whatever was proposed (docs/spe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Items
 
 import torch
 
+from engine.api import TokenLogprob
 from engine.execution.eager import Eager, in_order
 from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
 from engine.execution.speculation import costs
@@ -17,10 +19,10 @@ from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
-from engine.execution.speculation.verify import accept, most_draftable
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
+from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 
@@ -157,3 +159,38 @@ class Speculation:
         for one, _ in wanted:
             result = results[one.sequence.key]
             self._control.observe(one, result.draft_proposed, result.draft_accepted)
+
+
+def most_draftable(sequence: SequenceState, max_context: int) -> int:
+    """How long a draft may be for all it can bring to have a page, and a use."""
+    length = len(sequence.token_ids)
+    return min(
+        MOST_DRAFTED if sequence.draft_limit is None else sequence.draft_limit,
+        MOST_DRAFTED,
+        sequence.stopping.max_tokens - sequence.output_length - 1,
+        max_context - length - 1,
+        len(sequence.pages) * PAGE_SIZE - length,
+    )
+
+
+def accept(sequence: SequenceState, draft: Draft, chosen: Items[RowResult]) -> RowResult:
+    """`chosen` is what follows the sequence, the sequence and the draft's first token, and so on. Behind a token that
+    ends the sequence, and where there is none, nothing counts."""
+    if not draft or not chosen[0].token_ids:
+        return chosen[0]
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    accepted = 0
+    stopping = sequence.stopping
+    for at, one in enumerate(chosen):
+        if not one.token_ids:
+            break
+        token_id = one.token_ids[0]
+        ids.append(token_id)
+        logprobs += one.logprobs
+        if at == len(draft) or token_id != draft[at]:
+            break
+        accepted += 1
+        if token_id in stopping.stop_token_ids and sequence.output_length + at >= stopping.min_tokens:
+            break
+    return RowResult(tuple(ids), tuple(logprobs), len(draft), accepted)

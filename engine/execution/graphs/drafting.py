@@ -1,19 +1,29 @@
-"""A draft model's part of a captured round: its steps in front of the step that verifies what they guess."""
+"""A draft model on a GPU: its steps in front of the step that verifies what they guess, and the captured passes that
+compute what it lacks of a sequence, the prompt and the tokens of plain steps, before it guesses for the first time."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from engine.execution.graphs.verify_layout import DRAFT_ROWS, Draws
+from engine.api import GREEDY, Stopping
+from engine.execution.driver import Recorder
+from engine.execution.graphs.passes import Pass, PromptChunk, cheapest, passes
+from engine.execution.graphs.prefill import CapturedPasses
+from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
+from engine.execution.speculation.draft_progress import DraftProgress
+from engine.execution.step_state import Parts
 from engine.kernels import speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.launch import Launch
 from engine.kernels.speculation import Guessing, Verified
 from engine.kernels.tokens import FirstNorm
+from engine.loading.progress import Progress
 from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
@@ -23,7 +33,10 @@ from engine.model.layers.few_rows import (
     prepare_layers,
     prepare_step,
 )
+from engine.scheduling.plan import Admitted, Row
 from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import begin as begin_sequence
+from engine.settings import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +92,60 @@ class DraftSteps:
         """Returns the rows of a sequence in the step that makes guess `number`: the two newest tokens, or the last
         guess."""
         return DRAFT_ROWS[number > 1]
+
+
+SIZES = (32, 128, 512)  # tokens of a graph
+_TIMINGS = 3  # of which the shortest counts
+
+
+class DraftPrefill:
+    """Passes over a draft model, and how far they have come with each sequence."""
+
+    def __init__(self, draft: Parts) -> None:
+        """`draft`: the draft model as if it were served, with the target's sequences."""
+        self._parts = draft
+        self._passes = CapturedPasses(draft, SIZES, (1,))
+        self.progress = DraftProgress()
+        self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
+
+    def ask(self) -> None:
+        """Asks for every kernel that there will be."""
+        self._passes.ask()
+
+    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+        """Captures the passes and measures them. Overwrites the first pages."""
+        self._passes.warmup(recorder, progress)
+        for size in SIZES:
+            count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
+            self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
+
+    def _timed(self, count: int) -> float:
+        """Times a pass of `count` tokens of no sequence."""
+        stand_in = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        row = Row(0, 0, 0, count, False)
+        began = time.perf_counter()
+        self._passes.replay(Pass([PromptChunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def seconds(self, sequence: SequenceState) -> float:
+        """What `compute` of the whole sequence takes."""
+        missing = len(sequence.token_ids) - self.progress.tokens(sequence)
+        return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
+        nothing."""
+        begin = self.progress.tokens(sequence)
+        if until <= begin:
+            return
+        row = Row(sequence.key, sequence.slot, begin, until - begin, False)
+        self.progress.forget(sequence)
+        for one in passes((row,), self._parts.sequences, self._seconds, self._parts.model.config.vocab_size):
+            self._passes.replay(one)
+        self.progress.computed(sequence, until)
+
+    def close(self) -> None:
+        """Gives the graphs back."""
+        self._passes.close()
