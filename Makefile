@@ -152,6 +152,8 @@ $(VENV)/.test: $(VENV)/.runtime | $(PROMTOOL) $(NODE_TOOLS) $(GATEWAYS)
 	    nginx-light protobuf-compiler protoc-gen-go protoc-gen-go-grpc; } || { \
 	    echo "install redis-server (7 or newer), nginx, a C compiler, protoc and its plugins for Go, and call make again"; \
 	    exit 1; }
+	@echo "Whippet: compiling what the tests import, once instead of in each process that tests"
+	@PYTHONDONTWRITEBYTECODE= $(PYTEST) --collect-only -q >/dev/null || :
 	@touch $@
 
 $(PROMTOOL):

@@ -106,7 +106,10 @@ class Clients:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(self._left_behind)
+            if task.done():  # in the same turn of the loop: `aclose` may come before any callback
+                self._left_behind(task)
+            else:
+                task.add_done_callback(self._left_behind)
             raise
 
     def _left_behind(self, task: asyncio.Task[Client]) -> None:

@@ -96,9 +96,10 @@ class Hostile:
                 self.connections.append(connection)
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self, accepting: threading.Thread) -> None:
         self._over.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # which ends an accept that waits
+        accepting.join(START)  # what it has taken is in the list now
         self._listener.close()
         for connection in self.connections:
             with suppress(OSError):
@@ -140,5 +141,4 @@ def answering(reply: Reply, greets: bool = True) -> Iterator[Hostile]:
     try:
         yield one
     finally:
-        one.stop()
-        thread.join(START)
+        one.stop(thread)

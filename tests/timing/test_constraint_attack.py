@@ -23,7 +23,7 @@ from tests.service.tenants import metadata, write_tokens
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 C = grpc.StatusCode
-SECONDS = 8.0  # of each attack
+SECONDS = 4.0  # of each attack; twice that of the one that is aimed at memory
 MOST_GAP = 0.5  # seconds between two messages of a stream beside it
 ATTEMPTS = 3  # what else the machine does can only make gaps longer
 ATTACKERS = 8
@@ -102,7 +102,8 @@ def watching(server: Server, who: tuple[tuple[str, str], ...], **fields: Any) ->
 
 
 def attack(server: Server, who: tuple[tuple[str, str], ...], make: Callable[[int], dict[str, Any]]) -> Counter[str]:
-    numbers, ends, end = itertools.count(), Counter[str](), time.monotonic() + SECONDS
+    seconds = 2 * SECONDS if make is growing else SECONDS
+    numbers, ends, end = itertools.count(), Counter[str](), time.monotonic() + seconds
 
     def run(_: int) -> None:
         while time.monotonic() < end:
@@ -180,7 +181,7 @@ def test_an_attack_by_constraints_costs_others_nothing(
             break
     assert min(worst) <= MOST_GAP, worst
     assert most - before < MOST_MEMORY
-    if make is growing:  # the attack that is aimed at memory
+    if make is growing and attacker != other:  # whoever the caller is, the same counts and the same clock bring it back
         comes_back(server, before)
 
 

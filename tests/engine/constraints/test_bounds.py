@@ -167,7 +167,10 @@ bounds.on_own_stack(lambda: LLMatcher(read_vocabulary("")[0], grammar, log_level
 
 @pytest.mark.product
 @pytest.mark.parametrize("kind", MARGINS)
-@pytest.mark.parametrize("stack", [8 * 2**20, -1], ids=["usual stack", "unlimited stack"])
+@pytest.mark.parametrize(
+    "stack",
+    [pytest.param(8 * 2**20, id="usual stack"), pytest.param(-1, id="unlimited stack", marks=pytest.mark.proof)],
+)
 def test_the_library_survives_many_times_the_bound(kind: str, stack: int) -> None:
     import resource
 

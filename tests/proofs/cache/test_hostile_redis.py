@@ -6,12 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bench.redis_server import write_keys
 from tests.cache.hostile import ENDLESS, Reply, answering
 from tests.service.asked import as_stream, greedy
 from tests.service.conftest import Server, serve, template
@@ -25,14 +25,13 @@ PLAIN = 0.05  # seconds, of a probe's pause
 HELD = 200 * 2**20  # bytes by which a front may grow
 
 
-def test_nobody_waits_for_it(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> None:
-    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys")
-    for name, reply in ENDLESS.items():
-        with answering(reply) as hostile:
-            flags = (f"--cache.redis-url={hostile.url}", f"--cache.key-file={keys}")
-            with serve(*ON, *flags) as server:
-                attacked(server, name)
-            assert hostile.used_up == 0, name
+@pytest.mark.parametrize("name", ENDLESS)
+def test_nobody_waits_for_it(serve: Serve, key_file: Path, name: str) -> None:
+    with answering(ENDLESS[name]) as hostile:
+        flags = (f"--cache.redis-url={hostile.url}", f"--cache.key-file={key_file}")
+        with serve(*ON, *flags) as server:
+            attacked(server, name)
+        assert hostile.used_up == 0
 
 
 def attacked(server: Server, name: str) -> None:
@@ -64,9 +63,13 @@ def watched(server: Server) -> Iterator[list[float]]:
 
     def stream() -> None:
         last = None
-        for _ in server.generation.GenerateStream(as_stream(greedy("beside", 400)), timeout=120):
+        call = server.generation.GenerateStream(as_stream(greedy("beside", 400)), timeout=120)
+        for _ in call:
             now = time.monotonic()
-            if last is not None and not over.is_set():
+            if over.is_set():
+                call.cancel()
+                return
+            if last is not None:
                 gaps.append(now - last)
             last = now
 
@@ -82,11 +85,10 @@ def watched(server: Server) -> Iterator[list[float]]:
     assert len(gaps) > 20
 
 
-def test_a_server_survives_all_of_them_in_turns(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_server_survives_all_of_them_in_turns(serve: Serve, key_file: Path) -> None:
     """One front, whose Redis answers in each way, one after the other: its memory stays where it was."""
-    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys")
     with answering(Reply(b"", b"")) as hostile:
-        flags = (f"--cache.redis-url={hostile.url}", f"--cache.key-file={keys}")
+        flags = (f"--cache.redis-url={hostile.url}", f"--cache.key-file={key_file}")
         with serve(*ON, *flags) as server:
             before = server.rss()
             for name, reply in ENDLESS.items():

