@@ -104,7 +104,7 @@ def _archive(path: Path, opened: BinaryIO) -> tuple[dict[str, tuple[int, int]], 
 
 
 def _no_archive(opened: BinaryIO) -> str:
-    """What a file is that is no archive. A pickle is named by what it wants. Raises Refused."""
+    """What a file is that is no archive. A pickle is named by what it wants. Raises ProgramRefused."""
     opened.seek(0)
     head = opened.read(_DESCRIPTION_BYTES)
     if head.startswith(b"version https://git-lfs"):

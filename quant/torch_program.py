@@ -52,7 +52,7 @@ _MARK: Final = object()
 
 
 def read_program(program: bytes) -> object:
-    """What the program describes: dicts, lists, tuples, numbers, texts and `View`s. Raises Refused."""
+    """What the program describes: dicts, lists, tuples, numbers, texts and `View`s. Raises ProgramRefused."""
     machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(program):
