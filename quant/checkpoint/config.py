@@ -29,7 +29,7 @@ PATTERN: Final = 6  # of Gemma 3: every sixth layer has no window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FamilyRules:
-    """What differs between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
+    """Differences between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
     that the family's config may leave out."""
 
     family: Family
