@@ -41,7 +41,8 @@ class Activations:
         return self._products[block] / max(self._tokens, 1)
 
     def damped(self, block: int) -> torch.Tensor:
-        """The same in double precision with a little of the mean square on its diagonal, so that it has an inverse."""
+        """Returns the same in double precision with a little of the mean square on its diagonal, so that it has an
+        inverse."""
         products = self.products(block).double()
         mean = float(products.diagonal().mean())
         if not math.isfinite(mean):

@@ -152,7 +152,7 @@ def _read(text: Path) -> str:
 
 
 def _first_token(config: Mapping[str, object]) -> int:
-    """What a document begins with: the begin token, or the end token that separates documents."""
+    """Returns a document's first token: the begin token, or the end token that separates documents."""
     for field in ("bos_token_id", "eos_token_id"):
         value = config.get(field)
         if isinstance(value, list) and value:

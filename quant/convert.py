@@ -82,7 +82,7 @@ class _Pickled:
         return self._held[name].path
 
     def parts(self) -> Iterator[_TensorToWrite]:
-        """What shares its numbers with another, or is a piece of it, gets its own."""
+        """Yields the tensors to write. One that shares its numbers with another, or is a piece of it, gets its own."""
         return (
             _TensorToWrite(name, file, self.dtype(name), self.shape(name), file.nbytes(name))
             for name, file in self._held.items()
@@ -140,7 +140,7 @@ def _write_texts(source: Path, folder: Path) -> None:
 
 
 def pickled_files(folder: Path) -> tuple[Path, ...]:
-    """Those of the index; else of the first kind that the folder has."""
+    """Returns the files of the index; else of the first kind that the folder has."""
     if refused := misnamed(folder):
         raise CannotQuantize(refused)
     if any(folder.glob("*.safetensors")):
@@ -165,7 +165,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 def _shards(parts: Sequence[_TensorToWrite], limit: int) -> list[list[_TensorToWrite]]:
-    """At most `limit` bytes each; a larger tensor stays alone."""
+    """Divides tensors into shards of at most `limit` bytes; a larger tensor stays alone."""
     shards: list[list[_TensorToWrite]] = []
     size = 0
     for part in parts:

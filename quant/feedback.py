@@ -32,7 +32,7 @@ class _Block:
 
 
 class Feedback:
-    """For the linears that read one input. `activations` have all their tokens."""
+    """Serves the linears that read one input. `activations` have all their tokens."""
 
     def __init__(self, activations: Activations) -> None:
         self._activations = activations

@@ -1,4 +1,4 @@
-"""Where an input scale can go: multiplied into a linear's columns, divided out of the operation before it."""
+"""Lists where an input scale can go: multiplied into a linear's columns, divided out of the operation before it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class QuantizeJob:
         return bool(self._state["assembled"])
 
     def noted(self, name: str) -> Any:
-        """What `note` stored, or None."""
+        """Returns what `note` stored, or None."""
         return self._state.get("notes", {}).get(name)
 
     def note(self, name: str, value: Any) -> None:
@@ -84,7 +84,7 @@ class QuantizeJob:
         write_part(self._work / f"{name}.safetensors", {name: tensor})
 
     def hidden(self) -> torch.Tensor | None:
-        """What the next layer reads, where an earlier run got that far."""
+        """Returns the next layer's input, where an earlier run got that far."""
         return self.kept(_hidden(len(self.layers)))
 
     def finish_layer(self, tensors: Mapping[str, torch.Tensor], hidden: torch.Tensor | None, record: Record) -> None:

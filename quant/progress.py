@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: one line that is rewritten on a terminal, else a line now and then."""
+"""Prints the progress of a command on stderr: one line that is rewritten on a terminal, else a line now and then."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bars:
 
 
 class Lines:
-    """For logs and pipes: the beginning and the end of a phase, and what a reader waits for between them."""
+    """Prints for logs and pipes: the beginning and the end of a phase, and occasional lines between them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

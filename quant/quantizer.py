@@ -208,7 +208,7 @@ def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, prog
 def _windows(
     decoder: Decoder, source: Checkpoint, options: QuantizeOptions, job: QuantizeJob, progress: Progress
 ) -> Windows:
-    """As an earlier run of the job drew them, or new ones."""
+    """Returns the windows of an earlier run of the job, or new ones."""
     calibration, held_out = job.kept("calibration"), job.kept("held_out")
     if calibration is not None and held_out is not None:
         return Windows(calibration, held_out)

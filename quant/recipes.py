@@ -1,4 +1,4 @@
-"""What each target format makes of a layer, of the tensors outside layers, and of config.json."""
+"""Defines what each target format makes of a layer, of the tensors outside layers, and of config.json."""
 
 from __future__ import annotations
 

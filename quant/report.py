@@ -1,4 +1,4 @@
-"""What a quantization did, as JSON for machines and Markdown for people."""
+"""Reports a quantization, as JSON for machines and Markdown for people."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuantizeReport:
         return self.evaluation.comparison.misses() if self.evaluation.comparison else ()
 
     def _advice(self) -> list[str]:
-        """What loses less than this did, where a bar was missed."""
+        """Returns options that lose less, where a bar was missed."""
         if not self.misses():
             return []
         if self.options["format"] != "awq":

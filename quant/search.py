@@ -56,7 +56,7 @@ def search_scale(weights: Sequence[torch.Tensor], fold: Fold, activations: Activ
 
 
 def search_ranges(weight: torch.Tensor, activations: Activations) -> Ranges:
-    """For each group the cut of its range that loses least; no cut is among them."""
+    """Returns for each group the cut of its range that loses least; no cut is among them."""
     products = activations.group_products()
     found = [_ranges(weight[rows], products) for rows in _chunks(weight.shape[0])]
     clipped = sum(int(cut.sum()) for _, _, cut in found)
@@ -109,7 +109,7 @@ def _ranges(weight: torch.Tensor, products: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def _rounded(grouped: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """What four bits keep of [N, K/g, g]."""
+    """Rounds [N, K/g, g] to four bits."""
     step, shift = scale.unsqueeze(2), zero.unsqueeze(2)
     return (grouped / step).round_().add_(shift).clamp_(0, LEVELS).sub_(shift).mul_(step)
 

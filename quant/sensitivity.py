@@ -1,4 +1,5 @@
-"""How much the answers of a model change when a part of it is rounded to four bits, and which parts stay in eight.
+"""Measures how much the answers of a model change when a part of it is rounded to four bits, and chooses the parts that
+stay in eight.
 
 The divergence from the model's own next-token distribution grows with the square of what rounding changes. Its second
 derivative is the mean square of the gradient of a sampled continuation's likelihood, so one pass backward over a little

@@ -54,7 +54,7 @@ class TorchFile:
         self._places = {name: self._place(name, view) for name, view in self.views.items()}
 
     def nbytes(self, name: str) -> int:
-        """As it will be written: of its own elements alone."""
+        """Returns the size as it will be written: of its own elements alone."""
         return math.prod(self.views[name].shape) * self._places[name][0].itemsize
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -104,7 +104,7 @@ def _archive(path: Path, opened: BinaryIO) -> tuple[dict[str, tuple[int, int]], 
 
 
 def _no_archive(opened: BinaryIO) -> str:
-    """What a file is that is no archive. A pickle is named by what it wants. Raises Refused."""
+    """Describes a file that is no archive. A pickle is named by what it imports. Raises ProgramRefused."""
     opened.seek(0)
     head = opened.read(_DESCRIPTION_BYTES)
     if head.startswith(b"version https://git-lfs"):

@@ -52,7 +52,7 @@ _MARK: Final = object()
 
 
 def read_program(program: bytes) -> object:
-    """What the program describes: dicts, lists, tuples, numbers, texts and `View`s. Raises Refused."""
+    """Returns what the program describes: dicts, lists, tuples, numbers, texts and `View`s. Raises ProgramRefused."""
     machine = _Machine()
     try:
         for opcode, argument, _ in pickletools.genops(program):
@@ -87,7 +87,7 @@ class _Machine:
             raise ProgramRefused(f"its description has an instruction that tensors need not, {name}")
 
     def marked(self) -> list[Any]:
-        """What was put on the stack since the last mark, which goes too."""
+        """Returns what was put on the stack since the last mark, and removes the mark."""
         at = len(self.stack) - 1
         while self.stack[at] is not _MARK:
             at -= 1

@@ -48,7 +48,7 @@ class Generation(Protocol):
 
     async def next(self) -> AnswerPart:
         """Begins with the first call, which may give BEGUN. Loses nothing when it is cancelled and called again. Raises
-        Refused where it may not begin, and StopAsyncIteration where it breaks off."""
+        LeaderRefused where it may not begin, and StopAsyncIteration where it breaks off."""
 
     def close(self) -> None:
         """Ends it. A `next` that waits ends soon. Does nothing the second time."""

@@ -26,7 +26,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """What AUTH is sent; nothing, where both are empty."""
+    """Credentials of AUTH, which is not sent where both are empty."""
 
     user: str = ""
     password: str = field(default="", repr=False)

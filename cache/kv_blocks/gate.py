@@ -39,14 +39,14 @@ class FetchGate:
             return self._rates
 
     def fetched(self, size: int, seconds: float) -> None:
-        """Takes in one fetch; `seconds` includes a round trip."""
+        """Measures one fetch; `seconds` includes a round trip."""
         with self._lock:
             net = max(seconds - (self._rates.round_trip or 0.0), seconds / 10, 1e-9)
             rate = _mixed(self._rates.bytes_per_second, size / net)
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """Takes in one command without a payload: a round trip."""
+        """Measures one command without a payload: a round trip."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)

@@ -132,7 +132,7 @@ class RedisStore:
         return await self._bulk.write(lambda client: client.unlink(*names), _number)
 
     async def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
-        """Walks the whole database: for administrators, not for requests. Leaves out names that are none of ours."""
+        """Walks the whole database: for administrators, not for requests. Leaves out foreign names."""
         cursor = 0
         while True:
             cursor, names = await self._admin.read(

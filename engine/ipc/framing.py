@@ -13,7 +13,7 @@ _Message = TypeVar("_Message")
 
 
 class FrameError(Exception):
-    """The peer sent bytes that are no message of ours."""
+    """The peer sent bytes that are no valid frame."""
 
 
 def _as_text(value: Any) -> str:

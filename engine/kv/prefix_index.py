@@ -142,8 +142,8 @@ class PrefixIndex:
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
 
     def note(self, sequence: Sequence) -> None:
-        """Puts its pages that are full by now into the index. Where it knows such a page already, that one is used as
-        well, lest what follows outlive it."""
+        """Indexes the sequence's full pages. Where an equal page is indexed already, the sequence uses that one as
+        well, so that its successors do not outlive it."""
         prefix = sequence.prefix
         full = sequence.computed // PAGE_SIZE
         if len(prefix.pages) >= full or not self._open(sequence) or not self._hash(sequence, full):
@@ -171,9 +171,8 @@ class PrefixIndex:
         sequence.prefix.made = []
 
     def let_go(self, sequence: Sequence) -> bool:
-        """Gives up what it uses of others beside equal pages of its own, which two sequences have that computed the
-        same at the same time. It keeps its own, and its chain grows no more. False where there is nothing of the kind.
-        """
+        """Releases shared pages that equal the sequence's own, as where two sequences computed the same at the same
+        time. It keeps its own, and its chain no longer grows. Returns False where there are none."""
         prefix = sequence.prefix
         pairs = zip(sequence.pages, prefix.pages, strict=False)
         first = next((place for place, (number, page) in enumerate(pairs) if number != page.number), None)
@@ -204,8 +203,8 @@ class PrefixIndex:
         return self._known.get(digest)
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
-        """Adds the pages of a chain that it does not know, filled by `fill(places in the chain, pages)`, as far as
-        there is room beside the chain itself. How many were added."""
+        """Adds the unknown pages of a chain, filled by `fill(places in the chain, pages)`, as far as there is room
+        beside the chain itself. Returns how many were added."""
         missing = [place for place, digest in enumerate(chain) if digest not in self._known]
         if not self._enabled or not missing:
             return 0

@@ -146,7 +146,7 @@ class BlockTier:
         fetch.coming = self._store.fetch(fetch.partition, fetch.runs, fetch.buffers, within)
 
     def _take_in(self, fetch: _Fetch, fetched: Fetched) -> bool:
-        """Puts one more run into the index; False once there is none left."""
+        """Indexes one more run; False once there is none left."""
         if fetch.taken >= fetched.runs:
             return False
         start = fetch.pages_before + fetch.taken * self._per_run

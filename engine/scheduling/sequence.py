@@ -75,7 +75,7 @@ class Sequence:
         self.reached = max(self.reached, computed)
 
     def skip_to(self, computed: int) -> None:
-        """As `advance`, where shared pages did the work. What it had computed itself before it lost its pages is no
-        gain."""
+        """Advances where shared pages did the work. What the sequence had computed itself before it lost its pages is
+        no gain."""
         self.cached_tokens += max(0, min(computed, self.prompt_length) - self.reached)
         self.advance(computed)

@@ -80,7 +80,8 @@ class Slots:
                 self._preempt(sequence)
 
     def start_waiting(self) -> None:
-        """Gives slots and pages to the waiting, strictly by rank, so that a large one is not passed by for ever."""
+        """Gives slots and pages to waiting sequences, strictly by rank, so that a large one is not overtaken
+        forever."""
         while self.start_first():
             pass
 

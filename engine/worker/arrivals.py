@@ -20,8 +20,8 @@ class Arrivals:
         self._broken: Exception | None = None  # what the link ended with while a step ran
 
     def take(self, timeout: float | None) -> None:
-        """Obeys all that has come, waiting `timeout` seconds for something, None for ever. EOFError where the front has
-        gone."""
+        """Obeys all commands that have arrived, waiting `timeout` seconds for one, None forever. EOFError where the
+        front has gone."""
         if self._broken is not None:
             raise self._broken
         self._came += self._link.receive(0 if self._came else timeout)

@@ -31,7 +31,7 @@ PATTERN: Final = 6  # of Gemma 3: every sixth layer has no window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What all models of a family have in common."""
+    """Properties that all models of a family have in common."""
 
     family: Family
     qk_norm: bool = False
@@ -45,7 +45,7 @@ class Traits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FamilyRules(Traits):
-    """What differs between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
+    """Differences between the families. None as `kv_heads` or `head_dim`: derived from other sizes. `sizes` are those
     that the family's config may leave out."""
 
     max_positions: int

@@ -1,4 +1,4 @@
-"""From a model folder's config to its QuantSpec, in every dialect; refusals by name for what cannot be served."""
+"""Converts a model folder's config to its QuantSpec, in every dialect; refuses by name what cannot be served."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _packed(section: Section) -> PackedSpec:
 
 
 def _refuse_extras(section: Section) -> None:
-    """What a compressed-tensors config may ask for beside packed weights, and would be wrong to ignore."""
+    """Refuses what a compressed-tensors config may ask for beside packed weights, and would be wrong to ignore."""
     status = _word(section, "quantization_status", default="compressed")
     if status != "compressed":
         raise UnsupportedFormat(f"compressed-tensors with status {status!r}", "save it compressed")

@@ -1,4 +1,4 @@
-"""Which quantization a model folder has, and what each format is called."""
+"""Finds which quantization a model folder has, and names each format."""
 
 from __future__ import annotations
 

@@ -31,8 +31,6 @@ DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies."""
-
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Where tensors come from, and the checks made before one is read."""
+"""Declares the sources of tensors, and checks a tensor before it is read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fetch_floats(source: TensorSource, name: str, shape: tuple[int, ...]) -> tor
 
 
 def finite(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The same. Raises BadTensor for NaN and infinity; makes no copy."""
+    """Returns the tensor. Raises BadTensor for NaN and infinity; makes no copy."""
     if tensor.device.type != "meta" and tensor.numel():
         ends = torch.stack(torch.aminmax(tensor))  # either is NaN where any number is
         if not bool(torch.isfinite(ends).all()):

@@ -126,7 +126,7 @@ def linears(config: ModelConfig) -> Iterator[tuple[str, tuple[int, int], bool]]:
 
 
 def plain_tensors(config: ModelConfig) -> Shapes:
-    """What no format quantizes: embedding and norms."""
+    """Names what no format quantizes: embedding and norms."""
     found: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for index in range(config.layers):
         found |= {f"{layer_prefix(index)}.{name}.weight": (size,) for name, size in layer_norms(config).items()}

@@ -7,17 +7,15 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
 from cache.api import AnswerEnding, AnswerPart
 from engine.api import Constraint, FinishReason, GenerationRequest, Start, Stopping, TokenLogprob
-from service.core.admission.admission import Abortable, Admission
-from service.core.admission.quotas import FREE
+from service.core.admission.admission import Admission, Ticket
+from service.core.admission.quotas import FREE, Bill
 from service.core.answers.delivery import Messages, Outlet, Sink, Whole
-from service.core.answers.engine_answer import Charge
 from service.core.answers.lookup import AnswerSources, CacheFindings
 from service.core.answers.parsed_outlet import ParsedOutlet, with_marks
 from service.core.answers.several import MergedOutlet, RepeatedOutlet, Sources, all_of, note_all, sibling
@@ -59,16 +57,14 @@ class Generator:
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
         """Sends the whole answer in one message. Raises what `status` knows."""
-        return self._run(request, origin, lambda end, gather: Whole(end, request), outlet)
+        return self._run(request, origin, outlet)
 
     def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
         """Sends the answer in messages as the request's `delivery` asks. Raises what `status` knows."""
         origin.record.streamed = True
-        return self._run(request, origin, lambda end, gather: Messages(end, request, gather, self._live), outlet)
+        return self._run(request, origin, outlet)
 
-    async def _run(
-        self, request: Request, origin: Origin, make_sink: Callable[[Outlet, bool], Sink], outlet: Outlet
-    ) -> None:
+    async def _run(self, request: Request, origin: Origin, outlet: Outlet) -> None:
         facts, record, admission = self._model.facts(), origin.record, self._admission
         record.request_id, record.operation = request.request_id, _operation(request.prompt)
         with (
@@ -83,13 +79,12 @@ class Generator:
             record.prompt_tokens = len(ids)
             _check_room(request, ids, facts)
             constraint = await self._model.constraints.read(request.constraint, origin)
-            made = partial(_engine_request, request, ids, constraint, origin, facts)
-            found = await self._sources.look(request, made, origin)
+            found = await self._sources.look(request, _engine_request(request, ids, constraint, origin, facts), origin)
             ticket.lookup_ended()
             record.looked_up_at = self._clock()
             record.cache, record.lookup = found.outcome.header, found.outcome.lookup
             prompt = PromptFacts(request.request_id, facts.name, len(ids), found.outcome.header, ids[0])
-            call = _AnswersCall(prompt, make_sink, None if bill is FREE else bill.charge, ticket.attach)
+            call = _AnswersCall(prompt, record.streamed, None if bill is FREE else bill, ticket)
             if request.answers == 1:
                 await self._deliver(found, origin, outlet, call)
             elif request.sampling.temperature == 0:
@@ -100,10 +95,11 @@ class Generator:
     async def _deliver(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
         request, record = found.request, origin.record
         parser = self._model.answer_parser(request, found.engine_request.token_ids)
-        sink = call.make_sink(outlet if parser is None else ParsedOutlet(outlet, parser), found.gather)
+        end = outlet if parser is None else ParsedOutlet(outlet, parser)
+        sink: Sink = Messages(end, request, found.gather, self._live) if call.streamed else Whole(end, request)
         marks: Mapping[int, str] = {} if parser is None else self._model.marks(request)
-        async with self._sources.open(found, origin, sink.batch, sink.limit, call.charge) as source:
-            call.attach(source)
+        async with self._sources.open(found, origin, sink.batch, sink.limit, call.bill) as source:
+            call.abortable.attach(source)
             reading = _Reading(found, source, sink, record, self._clock, marks).run(call.prompt)
             try:
                 # A task of its own: what it waits for resumes it directly, not through a dozen callers twice a message.
@@ -118,9 +114,9 @@ class Generator:
         count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
         if count > self._admission.slots.total:
             raise InvalidRequest((Violation("n", f"must be at most {self._admission.slots.total} on this server"),))
-        call.attach(sources)
+        call.abortable.attach(sources)
         records = [RecordBuilder(intervals=origin.record.intervals) for _ in range(count)]
-        each = replace(call, attach=sources.attach)
+        each = replace(call, abortable=sources)
         try:
             await all_of(
                 self._deliver(
@@ -145,9 +141,9 @@ class Generator:
 
 class _AnswersCall(msgspec.Struct, frozen=True):
     prompt: PromptFacts
-    make_sink: Callable[[Outlet, bool], Sink]
-    charge: Charge
-    attach: Callable[[Abortable], None]
+    streamed: bool
+    bill: Bill | None  # None: no quota is charged
+    abortable: Ticket | Sources  # aborts the sources that are attached to it
 
 
 class _Reading:
@@ -312,9 +308,8 @@ def _engine_request(
     constraint: Constraint | None,
     origin: Origin,
     facts: ModelFacts,
-    prefix_root: bytes,
-    bypass_prefix: bool,
 ) -> GenerationRequest:
+    """Makes the engine's request, without the prefix cache."""
     room, stops = facts.max_context - len(ids), request.stops
     return GenerationRequest(
         request_id=f"{origin.tenant}/{request.request_id}",
@@ -331,8 +326,7 @@ def _engine_request(
         priority=request.priority,
         deadline=origin.deadline,
         expires_at=None if request.time_budget is None else origin.arrived_at + request.time_budget,
-        prefix_root=prefix_root,
-        bypass_prefix=bypass_prefix,
+        bypass_prefix=True,
         constraint=constraint,
         draft_limit=request.draft_limit,
     )

@@ -1,4 +1,4 @@
-"""A client of Whippet: `AsyncClient` for asyncio, `Client` for threads, and what they raise."""
+"""Provides a client of Whippet: `AsyncClient` for asyncio, `Client` for threads, and the errors that they raise."""
 
 from whippet_client.aio import AsyncClient, AsyncStream
 from whippet_client.errors import (

@@ -1,4 +1,4 @@
-"""The client for asyncio."""
+"""Implements the client for asyncio."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 
 
 class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
-    """An answer as it is generated. Where it is not read to its end, leave it through `async with`, or by `cancel`: the
-    server generates on for whoever does not say so."""
+    """An answer as it is generated. If you do not read it to its end, leave it through `async with`, or call `cancel`:
+    otherwise the server keeps generating."""
 
     def __init__(self, call: aio.UnaryStreamCall[pb.GenerateStreamRequest, pb.GenerateStreamResponse]) -> None:
         self._call = call
@@ -63,11 +63,11 @@ class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
         return message
 
     async def text(self) -> str:
-        """What is still to come of it, whole; of several answers, of the first."""
+        """Returns the remaining text, whole; of several answers, that of the first."""
         return "".join([message.text async for message in self if not message.index])
 
     async def initial_metadata(self) -> dict[str, str]:
-        """`x-request-id` and `x-cache`; they come with the first message."""
+        """Returns `x-request-id` and `x-cache`, which come with the first message."""
         return {key: value for key, value in await self._call.initial_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -85,7 +85,7 @@ class AsyncStream(AsyncIterator[pb.GenerateStreamResponse]):
 
 
 class AsyncClient:
-    """One channel to a server. Make it where an event loop runs."""
+    """Holds one channel to a server. Make it where an event loop runs."""
 
     def __init__(
         self,
@@ -116,18 +116,18 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer. Raises WhippetError, as every call does."""
+        """Returns the whole answer. Raises WhippetError, as every call does."""
         request = generate_request(prompt, **options)
         return await _answer(self._generation.Generate(request, **self._call_options(timeout)))
 
     async def chat(
         self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer to a conversation, oldest message first."""
+        """Returns the whole answer to a conversation, oldest message first."""
         return await self.generate(messages, timeout=timeout, **options)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> AsyncStream:
-        """The answer, to a text, ids or a conversation, as it is generated."""
+        """Streams the answer to a text, ids or a conversation as it is generated."""
         request = stream_request(generate_request(prompt, **options))
         return AsyncStream(self._generation.GenerateStream(request, **self._call_options(timeout)))
 
@@ -139,13 +139,13 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """The ids that the model would be given."""
+        """Returns the ids that the model would be given."""
         request = tokenize_request(prompt, model, **options)
         response: pb.TokenizeResponse = await _answer(self._generation.Tokenize(request, **self._call_options(timeout)))
         return list(response.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """Their text."""
+        """Returns the text of the ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         response: pb.DetokenizeResponse = await _answer(
             self._generation.Detokenize(request, **self._call_options(timeout))
@@ -153,7 +153,7 @@ class AsyncClient:
         return response.text
 
     async def models(self, *, timeout: float | None = None) -> list[model_pb2.Model]:
-        """What the server serves."""
+        """Lists the models that the server serves."""
         request = model_pb2.ListModelsRequest()
         response: model_pb2.ListModelsResponse = await _answer(
             self._models.ListModels(request, **self._call_options(timeout))

@@ -1,4 +1,4 @@
-"""How a server is reached: credentials, retries, load balancing, keepalive."""
+"""Configures the connection to a server: credentials, retries, load balancing, keepalive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_ATTEMPTS = 5  # that gRPC makes, whatever is asked for
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server is, and what it is shown."""
+    """Address of a server, and the client's credentials."""
 
     address: str  # HOST:PORT, or as gRPC names targets; `dns:///NAME:PORT` for all addresses of a name
     token: Token | None  # a function is called for each call
@@ -34,7 +34,6 @@ class Endpoint:
     attempts: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("cert and key go together")
         if not 1 <= self.attempts <= MOST_ATTEMPTS:
@@ -48,7 +47,7 @@ class Endpoint:
 
     @property
     def local(self) -> bool:
-        """Whether it is surely this machine."""
+        """Whether the address is certainly this machine."""
         host = _SCHEME.sub("", self.address, count=1).rpartition(":")[0].strip("[]")
         if host == "localhost" or self.address.startswith("unix:"):
             return True
@@ -58,19 +57,18 @@ class Endpoint:
             return False
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None: plaintext. Raises OSError where a file cannot be read."""
+        """Returns None for plaintext. Raises OSError where a file cannot be read."""
         if not self.encrypted:
             return None
         ca, key, cert = (None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Of one call."""
         token = self.token() if callable(self.token) else self.token
         return () if token is None else (("authorization", f"Bearer {token}"),)
 
     def options(self, further: Sequence[ChannelOption]) -> list[ChannelOption]:
-        """Of the channel; of two that are the same, the later one counts."""
+        """Returns the channel's options; where one is given twice, the later counts."""
         return [
             ("grpc.service_config", json.dumps(service_config(self.attempts))),
             ("grpc.max_receive_message_length", _LONGEST_ANSWER),
@@ -86,8 +84,8 @@ class Endpoint:
 
 
 def service_config(attempts: int) -> dict[str, object]:
-    """UNAVAILABLE is tried again: when the server says, or else backing off. gRPC does so only until the first message
-    of an answer is there: no token ever comes twice."""
+    """Retries UNAVAILABLE after the server's hint, or else with backoff. gRPC does so only until the first message of
+    an answer arrives: no token ever comes twice."""
     methods: dict[str, object] = {
         "name": [{"service": "whippet.v1.GenerationService"}, {"service": "whippet.v1.ModelService"}]
     }

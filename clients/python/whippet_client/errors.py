@@ -1,4 +1,4 @@
-"""What a call may end with, one class for each gRPC code, with the server's details read."""
+"""Defines the errors of calls, one class for each gRPC code, with the server's details parsed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class InvalidArgument(WhippetError):
 
 
 class NotFound(WhippetError):
-    """No such model."""
+    """The server has no such model."""
 
 
 class AlreadyExists(WhippetError):
@@ -58,19 +58,19 @@ class Unauthenticated(WhippetError):
 
 
 class PermissionDenied(WhippetError):
-    """The caller lacks the right."""
+    """The caller lacks the right to make the call."""
 
 
 class ResourceExhausted(WhippetError):
-    """A limit is reached. With `retry_after`, come back then; without, the request is too large for this server."""
+    """A limit is reached. With `retry_after`, retry then; without, the request is too large for this server."""
 
 
 class Unavailable(WhippetError):
-    """No server answered, or none that takes requests, however often it was tried."""
+    """No server answered, or none that accepts requests, after all retries."""
 
 
 class FailedPrecondition(WhippetError):
-    """Trying again is no use."""
+    """The call cannot succeed now. Retrying is useless."""
 
 
 class Unimplemented(WhippetError):
@@ -78,7 +78,7 @@ class Unimplemented(WhippetError):
 
 
 class DeadlineExceeded(WhippetError):
-    """`timeout` was over."""
+    """The call's `timeout` has passed."""
 
 
 class Aborted(WhippetError):
@@ -90,7 +90,7 @@ class Cancelled(WhippetError):
 
 
 class Internal(WhippetError):
-    """The server failed."""
+    """The server failed to handle the call."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[WhippetError]] = {
@@ -111,7 +111,7 @@ _CLASSES: dict[grpc.StatusCode, type[WhippetError]] = {
 
 
 def error_of(failed: grpc.Call) -> WhippetError:
-    """Of a call that has ended, synchronous or not."""
+    """Converts a call that has ended, synchronous or not."""
     code = failed.code()
     info, retry, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
     retry_after = None
@@ -125,7 +125,7 @@ def error_of(failed: grpc.Call) -> WhippetError:
 
 
 def _status(failed: grpc.Call) -> status_pb2.Status:
-    """Of the trailers. Something between the server and us may have put anything there."""
+    """Parses the trailers. A proxy between server and client may have changed them."""
     for key, value in failed.trailing_metadata() or ():
         if key == "grpc-status-details-bin":
             try:

@@ -1,4 +1,4 @@
-"""What is asked, as the contract's messages."""
+"""Makes the contract's request messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PRIORITIES = {
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt."""
+    """Options that turn a conversation into a prompt."""
 
     tools: Sequence[Mapping[str, object]]  # what the model may call, as OpenAI's API has it, with its order of keys
     template_arguments: Mapping[str, object]  # {"enable_thinking": False}
@@ -33,7 +33,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class Options(ChatOptions, total=False):
-    """How it is answered. What is left out is as the model has it; the contract says what each may be."""
+    """Options of an answer. Unset ones are the model's own defaults; the contract defines the bounds of each."""
 
     model: str
     request_id: str
@@ -114,12 +114,12 @@ def _set_constraint(request: pb.GenerateRequest, given: dict[str, object]) -> No
 
 
 def stream_request(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
-    """The same fields have the same numbers."""
+    """Converts by bytes: the same fields have the same numbers."""
     return pb.GenerateStreamRequest.FromString(request.SerializeToString())
 
 
 def tokenize_request(prompt: str | Sequence[Message], model: str, **options: Unpack[ChatOptions]) -> pb.TokenizeRequest:
-    """Raises the same."""
+    """Raises TypeError for unknown options."""
     given: dict[str, object] = dict(options)
     request = pb.TokenizeRequest(model=model)
     _set_prompt(request, prompt, given)
@@ -143,7 +143,7 @@ def _set_prompt(request: pb.GenerateRequest | pb.TokenizeRequest, prompt: Prompt
 
 
 def _refuse(left: Set[str]) -> None:
-    """What nothing has taken."""
+    """Raises TypeError for arguments that no field took."""
     if misplaced := left & ChatOptions.__annotations__.keys():
         raise TypeError(f"only a conversation has {', '.join(sorted(misplaced))}")
     if left:

@@ -1,4 +1,4 @@
-"""The client for threads. May be used by several at once."""
+"""Implements the client for threads. May be used by several at once."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from whippet_client.requests import (
 
 
 class Stream(Iterator[pb.GenerateStreamResponse]):
-    """An answer as it is generated. Where it is not read to its end, leave it through `with`, or by `cancel`: the
-    server generates on for whoever does not say so."""
+    """An answer as it is generated. If you do not read it to its end, leave it through `with`, or call `cancel`:
+    otherwise the server keeps generating."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -54,11 +54,11 @@ class Stream(Iterator[pb.GenerateStreamResponse]):
         return message
 
     def text(self) -> str:
-        """What is still to come of it, whole; of several answers, of the first."""
+        """Returns the remaining text, whole; of several answers, that of the first."""
         return "".join(message.text for message in self if not message.index)
 
     def initial_metadata(self) -> dict[str, str]:
-        """`x-request-id` and `x-cache`; they come with the first message."""
+        """Returns `x-request-id` and `x-cache`, which come with the first message."""
         return {key: value for key, value in self._call.initial_metadata() if isinstance(value, str)}
 
     def cancel(self) -> None:
@@ -76,7 +76,7 @@ class Stream(Iterator[pb.GenerateStreamResponse]):
 
 
 class Client:
-    """One channel to a server."""
+    """Holds one channel to a server."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer. Raises WhippetError, as every call does."""
+        """Returns the whole answer. Raises WhippetError, as every call does."""
         response: pb.GenerateResponse = self._call(
             self._generation.Generate, generate_request(prompt, **options), timeout
         )
@@ -116,11 +116,11 @@ class Client:
     def chat(
         self, messages: Sequence[Message], *, timeout: float | None = None, **options: Unpack[Options]
     ) -> pb.GenerateResponse:
-        """The whole answer to a conversation, oldest message first."""
+        """Returns the whole answer to a conversation, oldest message first."""
         return self.generate(messages, timeout=timeout, **options)
 
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Stream:
-        """The answer, to a text, ids or a conversation, as it is generated."""
+        """Streams the answer to a text, ids or a conversation as it is generated."""
         request = stream_request(generate_request(prompt, **options))
         return Stream(self._call(self._generation.GenerateStream, request, timeout))
 
@@ -132,17 +132,17 @@ class Client:
         timeout: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> list[int]:
-        """The ids that the model would be given."""
+        """Returns the ids that the model would be given."""
         request = tokenize_request(prompt, model, **options)
         return list(self._call(self._generation.Tokenize, request, timeout).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "", timeout: float | None = None) -> str:
-        """Their text."""
+        """Returns the text of the ids."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return str(self._call(self._generation.Detokenize, request, timeout).text)
 
     def models(self, *, timeout: float | None = None) -> list[model_pb2.Model]:
-        """What the server serves."""
+        """Lists the models that the server serves."""
         return list(self._call(self._models.ListModels, model_pb2.ListModelsRequest(), timeout).models)
 
     def close(self) -> None:

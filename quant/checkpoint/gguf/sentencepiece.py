@@ -15,7 +15,7 @@ class VocabularyTooLarge(Exception):
 
 def merges_of(pieces: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
     """Returns the merges in order of application: by falling score of the merged piece, then by the ids of the two
-    halves. Raises TooMuch."""
+    halves. Raises VocabularyTooLarge."""
     if sum(len(piece) ** 2 for piece in pieces) > MAX_WORK:
         raise VocabularyTooLarge
     found: list[tuple[float, int, int, str, str]] = []

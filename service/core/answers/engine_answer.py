@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -21,16 +22,38 @@ from engine.api import (
     TokenLogprob,
     TokenStream,
 )
-from engine.errors import Aborted
-from service.core.admission.admission_slots import AdmissionSlot
-from service.core.answers.delivery import MOST
+from engine.errors import Aborted, DeadlineExceeded
+from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
+from service.core.admission.quotas import Bill
+from service.core.answers.delivery import MOST, coalescing_delay
 from service.core.errors import Overloaded
-from service.core.request import Delivery
+from service.core.request import Delivery, Origin, Request
 from service.core.text import Detokenizer
 
-# Calls what it is given when its request has waited for too long.
-Patience = Callable[[Callable[[Overloaded], None]], asyncio.TimerHandle | None]
-Charge = Callable[[int], None] | None  # takes tokens that were fed or generated; None: no quota is charged
+
+class Detokenizers(Protocol):
+    def detokenizer(self, request: Request) -> Detokenizer | None:
+        """Returns None where neither text nor stop strings are requested."""
+
+    def text_maker(self, request: Request) -> Detokenizer:
+        """Returns a detokenizer for the answer's text, sent or not."""
+
+
+class CompletionSink(Protocol):
+    def take(self, completion: CachedCompletion) -> None:
+        """Takes a complete answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generating:
+    """One request of the engine, and the caller that it is generated for."""
+
+    request: Request
+    engine_request: GenerationRequest
+    batch: Delivery
+    origin: Origin | None = None  # None: no caller waits, as of an audit
+    shared: bool = False  # several may read it: each has a waiting time of its own, and may lead where this one cannot
+    bill: Bill | None = None  # None: no quota is charged
 
 
 class EngineAnswer:
@@ -43,15 +66,12 @@ class EngineAnswer:
     def __init__(
         self,
         engine: Engine,
-        request: GenerationRequest,
-        batch: Delivery,
-        enter: Callable[[], AdmissionSlot],
-        detokenizer: Callable[[], Detokenizer | None],
-        whole: Callable[[CachedCompletion], None] | None = None,
-        charge: Charge = None,
-        patience: Patience | None = None,
-        coalescing_delay: Callable[[float], float] | None = None,
+        slots: AdmissionSlots,
+        detokenizers: Detokenizers,
+        work: Generating,
+        sink: CompletionSink | None = None,
     ) -> None:
+        """`sink` gets the completion with its text, whether or not the caller wants text."""
         self.submitted_at: float | None = None
         self.start: Start | None = None
         self.finish: Finish | None = None  # where the engine ended it, and not a stop string
@@ -59,22 +79,21 @@ class EngineAnswer:
         self.draft_proposed = self.draft_accepted = 0
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._engine = engine
-        self._request = request
-        self._batch = batch
-        self._enter = enter  # may refuse
-        self._make_detokenizer = detokenizer  # gives None where neither text nor stop strings are wanted
+        self._slots = slots
+        self._detokenizers = detokenizers
+        self._work = work
+        self._request = work.engine_request
+        self._bill = work.bill
+        self._sink = sink
         self._detokenizer: Detokenizer | None = None
-        self._whole = whole  # is given the answer when it is complete
-        self._charge = charge
-        self._patience = patience  # of its reader; None: those who read it have each their own
-        self._coalescing_delay = (
-            coalescing_delay  # seconds that tokens wait for each other, given the most; None: they do not
-        )
+        interactive = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
+        self._coalesces = work.batch.coalescing_delay is not None
+        self._most_delay = 0.0 if interactive else work.batch.coalescing_delay or 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._refusal: Exception | None = None
         self._slot: AdmissionSlot | None = None
         self._stream: TokenStream | None = None
-        self._parts: list[AnswerPart] = []  # for `whole`
+        self._parts: list[AnswerPart] = []  # for `sink`
         self._count = 0  # tokens
 
     @property
@@ -82,8 +101,9 @@ class EngineAnswer:
         return True
 
     def begin(self) -> TokenStream:
-        """Raises what `enter` raises, and EngineUnavailable."""
-        slot = self._enter()
+        """Raises DeadlineExceeded and Overloaded, as LeaderRefused where it is shared, and EngineUnavailable."""
+        work = self._work
+        slot = self._take_slot()
         request = replace(self._request, forward=slot.forward) if slot.forward else self._request
         try:
             stream = self._engine.submit(request)
@@ -91,15 +111,28 @@ class EngineAnswer:
             slot.__exit__(None, None, None)
             raise
         slot.on_evict(self.refuse)
-        if self._patience is not None:
-            self._timer = self._patience(self.refuse)
-        if self._charge is not None and not self._request.number:
-            self._charge(len(self._request.token_ids))
-        stream.batch(self._batch.max_tokens, self._batch.max_delay)
+        if work.origin is not None and not work.shared:
+            self._timer = self._slots.patience(work.origin.arrived_at, self.refuse)
+        if self._bill is not None and not self._request.number:
+            self._bill.charge(len(self._request.token_ids))
+        stream.batch(work.batch.max_tokens, work.batch.max_delay)
         self.submitted_at = time.monotonic()
         self._slot, self._stream = slot, stream
-        self._detokenizer = self._make_detokenizer()
+        make = self._detokenizers.detokenizer if self._sink is None else self._detokenizers.text_maker
+        self._detokenizer = make(work.request)
         return stream
+
+    def _take_slot(self) -> AdmissionSlot:
+        request, origin = self._request, self._work.origin
+        size = 0 if request.number else len(request.token_ids)
+        try:
+            if origin is None:
+                return self._slots.take(request.priority, size, None)
+            return self._slots.take(request.priority, size, origin.deadline, origin.tenant, request.arrived_at)
+        except (DeadlineExceeded, Overloaded) as error:
+            if self._work.shared:  # another reader may generate in this one's stead
+                raise LeaderRefused(error) from None
+            raise
 
     async def __aenter__(self) -> EngineAnswer:
         """Begins the answer for its single reader. Raises as `begin`."""
@@ -120,9 +153,8 @@ class EngineAnswer:
         if self._stream is None:
             self.begin()
             return BEGUN
-        if self._coalescing_delay is not None and self._count:  # the first tokens are never delayed
-            interactive = self._request.priority == Priority.INTERACTIVE  # gets what is there by its turn
-            delay = 0.0 if interactive else self._coalescing_delay(self._batch.coalescing_delay or 0.0)
+        if self._coalesces and self._count:  # the first tokens are never delayed
+            delay = self._most_delay and coalescing_delay(self._slots.running, self._most_delay, self._slots.stormed)
             self._stream.batch(MOST if delay else 1, delay)
         try:
             events = await self._stream.__anext__()
@@ -139,10 +171,10 @@ class EngineAnswer:
             self.draft_accepted += events.draft_accepted
         new = len(part.token_ids)
         self.logprobs = events.logprobs[:new]
-        if self._charge is not None:
-            self._charge(new)
+        if self._bill is not None:
+            self._bill.charge(new)
         self._count += new
-        if self._whole is not None:
+        if self._sink is not None:
             self._parts.append(part)
         if part.ending is not None:
             self._ended()
@@ -150,8 +182,8 @@ class EngineAnswer:
 
     def _ended(self) -> None:
         self.close()
-        if self._whole is not None:
-            self._whole(self._completion())
+        if self._sink is not None:
+            self._sink.take(self._completion())
 
     def _started(self, start: Start) -> None:
         self.start = start
@@ -166,7 +198,7 @@ class EngineAnswer:
     def refuse(self, error: Overloaded) -> None:
         """Gives the slot up for another request at once. The reader gets the error, the leader of a shared generation
         as LeaderRefused."""
-        self._refusal = LeaderRefused(error) if self._patience is None else error
+        self._refusal = LeaderRefused(error) if self._work.shared else error
         self.abort("")
         self._leave()
 

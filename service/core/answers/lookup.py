@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,11 +32,11 @@ from cache.api import (
 )
 from cache.open.caches import Caches
 from engine.api import Engine, GenerationRequest, Priority
-from engine.errors import DeadlineExceeded, EngineError
-from service.core.admission.admission_slots import AdmissionSlot, AdmissionSlots
+from engine.errors import EngineError
+from service.core.admission.admission_slots import AdmissionSlots
+from service.core.admission.quotas import Bill
 from service.core.answers.caches import AnswerCaches
-from service.core.answers.delivery import coalescing_delay
-from service.core.answers.engine_answer import Charge, EngineAnswer, Patience
+from service.core.answers.engine_answer import EngineAnswer, Generating
 from service.core.answers.question import cacheable, question_of, turn_of
 from service.core.answers.sources import AnswerSource, SharedAnswer, stored_parts
 from service.core.errors import Overloaded
@@ -48,9 +48,6 @@ from service.observability.record import RecordBuilder
 _NO = Access(False, False)
 _BOTH = Access(True, True)
 _SHARED = Delivery(16, 0.02)  # the coarsest that parts may be of an answer that several may read
-
-TakeSlot = Callable[[GenerationRequest, Origin], AdmissionSlot]
-MakeRequest = Callable[[bytes, bool], GenerationRequest]  # of a prefix root, and whether to bypass the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +87,41 @@ class Led:
     record: RecordBuilder
 
 
+@dataclass(frozen=True, slots=True)
+class _Learner:
+    """Stores a generated answer in the caches, off the request's path."""
+
+    caches: AnswerCaches
+    plan: CachePlan
+    similar: SemanticLookup | None
+
+    def take(self, completion: CachedCompletion) -> None:
+        self.caches.beside(lambda: self._learn(completion), "store")
+
+    async def _learn(self, completion: CachedCompletion) -> None:
+        """Lets the semantic cache compare the answer with what it would have answered."""
+        plan, similar = self.plan, self.similar
+        if plan.response.write:
+            await plan.caches.responses.put(plan.question, completion)
+        semantic = plan.caches.semantic
+        if plan.turn is None or semantic is None:
+            return
+        if similar is None and plan.semantic.read:
+            similar = await semantic.lookup(plan.turn, plan.caches.allowance())
+        if plan.semantic.write:
+            if similar is not None:
+                await semantic.observe(plan.turn, similar, completion)
+            await semantic.put(plan.turn, completion)
+
+
+@dataclass(frozen=True, slots=True)
+class _Completions:
+    found: list[CachedCompletion] = field(default_factory=list)
+
+    def take(self, completion: CachedCompletion) -> None:
+        self.found.append(completion)
+
+
 class AnswerSources:
     def __init__(
         self,
@@ -118,17 +150,18 @@ class AnswerSources:
         )
         return cacheable(request) and any(access.read for access in accesses)
 
-    async def look(self, request: Request, make: MakeRequest, origin: Origin) -> CacheFindings:
-        """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds."""
+    async def look(self, request: Request, engine_request: GenerationRequest, origin: Origin) -> CacheFindings:
+        """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds. `engine_request` uses no
+        prefix cache; the findings' own does, in the tenant's partition."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
-            return CacheFindings(request=request, engine_request=make(b"", True), outcome=CacheOutcome(header="off"))
+            return CacheFindings(request=request, engine_request=engine_request, outcome=CacheOutcome(header="off"))
         allowance = caches.allowance()
         partition = await caches.partition(origin.tenant, allowance)
         # Without a partition the owner of these keys and values is unknown.
         bypass_prefix = request.cache.bypass_prefix or partition is None
-        engine_request = make((partition or "").encode(), bypass_prefix)
+        engine_request = replace(engine_request, prefix_root=(partition or "").encode(), bypass_prefix=bypass_prefix)
         response = self._access(request.cache.response, RESPONSE_CACHE)
         semantic = self._access(request.cache.semantic, SEMANTIC_CACHE)
         if response == semantic == _NO or not cacheable(request):
@@ -141,7 +174,7 @@ class AnswerSources:
         return await self._ask_caches(request, engine_request, plan, begun)
 
     def open(
-        self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, charge: Charge = None
+        self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, bill: Bill | None = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
         """Opens the answer for a reader whose messages hold `limit` tokens. What is generated for it is charged.
         Leaving the block releases it. Entering raises DeadlineExceeded or Overloaded where it must be generated and
@@ -149,10 +182,9 @@ class AnswerSources:
         if found.hit is not None:
             return self._stored(found, found.hit, origin, limit)
         if found.plan is not None and found.shared:
-            return self._shared(found, found.plan, origin, batch, charge)
-        return self._generated(
-            found, found.engine_request, batch, self._take_slot, origin, charge, self._patience(origin)
-        )
+            return self._shared(found, found.plan, origin, batch, bill)
+        work = Generating(found.request, found.engine_request, batch, origin, bill=bill)
+        return self._generated(work, found.plan, found.similar)
 
     @asynccontextmanager
     async def _stored(
@@ -162,21 +194,22 @@ class AnswerSources:
         detokenizer = self._model.text_maker(found.request) if _needs_cuts(found, hit, limit, marked) else None
         async with (
             aclosing(stored_parts(hit, detokenizer)) as kept,
-            _reading(kept, None, origin.deadline) as source,
+            _reading(kept, None, origin) as source,
         ):
             yield source
 
     @asynccontextmanager
     async def _shared(
-        self, found: CacheFindings, plan: CachePlan, origin: Origin, batch: Delivery, charge: Charge
+        self, found: CacheFindings, plan: CachePlan, origin: Origin, batch: Delivery, bill: Bill | None
     ) -> AsyncIterator[AnswerSource]:
         if self._slots.full and not plan.caches.joinable(plan.question):  # the same refusal, at less cost
             self._slots.check(found.engine_request.priority, origin.deadline, origin.tenant, after_lookup=True)
         request, fine = _for_all(found.engine_request), _no_coarser(batch, _SHARED)
-        own = self._generated(found, request, fine, self._take_slot_or_refuse, origin, charge)
+        work = Generating(found.request, request, fine, origin, shared=True, bill=bill)
+        own = self._generated(work, plan, found.similar)
         lead = partial(self._lead, plan.question, Led(own, origin.record))
         joined = plan.caches.join(plan.question, lead, plan.allowance)
-        async with joined as parts, _reading(parts, own, origin.deadline, self._patience(origin)) as source:
+        async with joined as parts, _reading(parts, own, origin, self._slots) as source:
             leader = self._leading.get(plan.question)
             if leader is not None and leader.answer is not own:
                 origin.record.follows(leader.record)
@@ -188,52 +221,9 @@ class AnswerSources:
         self._leading[question] = led
         return led.answer
 
-    def _generated(
-        self,
-        found: CacheFindings,
-        engine_request: GenerationRequest,
-        batch: Delivery,
-        take_slot: TakeSlot,
-        origin: Origin,
-        charge: Charge,
-        patience: Patience | None = None,
-    ) -> EngineAnswer:
-        plan = found.plan
-        learns = plan is not None and plan.learns
-
-        def learn(whole: CachedCompletion) -> None:
-            if plan is not None:
-                self._caches.beside(lambda: self._learn(plan, found.similar, whole), "store")
-
-        return EngineAnswer(
-            self._engine,
-            engine_request,
-            batch,
-            lambda: take_slot(engine_request, origin),
-            # What is kept has its text, whoever wants it.
-            lambda: self._model.text_maker(found.request) if learns else self._model.detokenizer(found.request),
-            learn if learns else None,
-            charge,
-            patience,
-            self._coalescing_delay if batch.coalescing_delay is not None else None,
-        )
-
-    def _coalescing_delay(self, most: float) -> float:
-        return coalescing_delay(self._slots.running, most, self._slots.stormed)
-
-    def _patience(self, origin: Origin) -> Patience:
-        return partial(self._slots.patience, origin.arrived_at)
-
-    def _take_slot(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:
-        size = 0 if request.number else len(request.token_ids)
-        return self._slots.take(request.priority, size, origin.deadline, origin.tenant, request.arrived_at)
-
-    def _take_slot_or_refuse(self, request: GenerationRequest, origin: Origin) -> AdmissionSlot:
-        """Raises Refused, so that another reader may generate in this one's stead."""
-        try:
-            return self._take_slot(request, origin)
-        except (DeadlineExceeded, Overloaded) as error:
-            raise LeaderRefused(error) from None
+    def _generated(self, work: Generating, plan: CachePlan | None, similar: SemanticLookup | None) -> EngineAnswer:
+        learner = None if plan is None or not plan.learns else _Learner(self._caches, plan, similar)
+        return EngineAnswer(self._engine, self._slots, self._model, work, learner)
 
     def _access(self, asked: Access | None, switch: str) -> Access:
         if not self._switches.on(switch):
@@ -273,21 +263,6 @@ class AnswerSources:
         outcome = CacheOutcome(header="miss" if asked else "off", lookup=time.monotonic() - begun)
         return findings(outcome, similar=similar, shared=plan.learns and _shareable(request, plan))
 
-    async def _learn(self, plan: CachePlan, similar: SemanticLookup | None, whole: CachedCompletion) -> None:
-        """Stores the answer off the request's path, and lets the semantic cache compare it with what it would have
-        answered."""
-        if plan.response.write:
-            await plan.caches.responses.put(plan.question, whole)
-        semantic = plan.caches.semantic
-        if plan.turn is None or semantic is None:
-            return
-        if similar is None and plan.semantic.read:
-            similar = await semantic.lookup(plan.turn, plan.caches.allowance())
-        if plan.semantic.write:
-            if similar is not None:
-                await semantic.observe(plan.turn, similar, whole)
-            await semantic.put(plan.turn, whole)
-
     async def _audit(
         self, request: Request, plan: CachePlan, engine_request: GenerationRequest, similar: SemanticLookup
     ) -> None:
@@ -298,16 +273,9 @@ class AnswerSources:
         if not self._slots.quiet or self._engine.load.waiting:
             counters.count("semantic_audit", "skipped")
             return
-        found: list[CachedCompletion] = []
         background = replace(_for_all(engine_request), priority=Priority.BACKGROUND)
-        answer = EngineAnswer(
-            self._engine,
-            background,
-            _SHARED,
-            lambda: self._slots.take(background.priority, len(background.token_ids), None),
-            lambda: self._model.text_maker(request),
-            found.append,
-        )
+        work, completions = Generating(request, background, _SHARED), _Completions()
+        answer = EngineAnswer(self._engine, self._slots, self._model, work, completions)
         try:
             while (await answer.next()).ending is None:
                 pass
@@ -315,20 +283,17 @@ class AnswerSources:
             counters.count("semantic_audit", "failed")
         finally:
             answer.close()
-        for whole in found:
+        for whole in completions.found:
             await semantic.observe(turn, similar, whole)
             counters.count("semantic_audit", "done")
 
 
 @asynccontextmanager
 async def _reading(
-    parts: AsyncIterator[AnswerPart],
-    own: EngineAnswer | None,
-    deadline: float | None,
-    patience: Patience | None = None,
+    parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, origin: Origin, slots: AdmissionSlots | None = None
 ) -> AsyncIterator[SharedAnswer]:
     """Opens a shared answer. Refused callers must not have received headers, or they do not retry."""
-    answer = SharedAnswer(parts, own, deadline, patience)
+    answer = SharedAnswer(parts, own, origin.deadline, slots, origin.arrived_at)
     try:
         await answer.opened()
         yield answer

@@ -10,7 +10,8 @@ from typing import Protocol
 from cache.api import BEGUN, AnswerPart, CachedCompletion, Diverged, LeaderRefused, Unfinished
 from engine.api import Finish, Start, TokenLogprob
 from engine.errors import Aborted, DeadlineExceeded, EngineUnavailable
-from service.core.answers.engine_answer import EngineAnswer, Patience
+from service.core.admission.admission_slots import AdmissionSlots
+from service.core.answers.engine_answer import EngineAnswer
 from service.core.errors import Overloaded
 from service.core.text import Detokenizer
 
@@ -68,9 +69,11 @@ class SharedAnswer:
         parts: AsyncIterator[AnswerPart],
         own: EngineAnswer | None,
         deadline: float | None,
-        patience: Patience | None = None,
+        slots: AdmissionSlots | None = None,
+        arrived_at: float = 0.0,
     ) -> None:
-        """`own` is how it would be, or is, generated for this request."""
+        """`own` is how it would be, or is, generated for this request. `slots` bound how long it may wait after
+        `arrived_at`."""
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._parts = parts
@@ -80,7 +83,7 @@ class SharedAnswer:
         self._task: asyncio.Task[object] | None = None  # that reads
         self._waiting = False
         self._timer: asyncio.TimerHandle | None = None
-        self._patience = None if patience is None else patience(self._fail)
+        self._patience = None if slots is None else slots.patience(arrived_at, self._fail)
         if deadline is not None:
             delay = max(0.0, deadline - time.monotonic())
             self._timer = asyncio.get_running_loop().call_later(delay, self._expire)

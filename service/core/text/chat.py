@@ -69,8 +69,8 @@ class ChatTemplate:
     leave tools out, or could not render lists. Unknown of a template that is too large to parse."""
 
     def __init__(self, source: str, special: dict[str, str], only_plain: bool = False) -> None:
-        """With `only_plain`, other templates are not compiled, which would run their constant parts. Raises ValueError
-        where the source is no template."""
+        """Other templates are not compiled with `only_plain`, since that would run their constant parts. Raises
+        ValueError where the source is no template."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
         )

@@ -59,7 +59,7 @@ Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
 
 
 def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
-    """Raises ValueError where the decoder, which is run for every token of an answer, could take for ever."""
+    """Raises ValueError where the decoder, which runs for every token of an answer, could take forever."""
     added = backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
     silent = frozenset(index for index, token in enumerate(tokens) if token in special)

@@ -132,7 +132,7 @@ def _check_method(request: RequestHead, *methods: str) -> None:
 
 
 def _check_script(request: RequestHead) -> None:
-    """Raises Refused unless our own page's script, or a program that is no browser, sends the request."""
+    """Raises RequestRefused unless our own page's script, or a program that is no browser, sends the request."""
     headers: Mapping[str, str] = request.headers
     origin = headers.get("origin")
     if HEADER not in headers:

@@ -298,7 +298,7 @@ class Inbox:
                     given = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Looks at slow readers for as long as anybody waits."""
+        """Polls slow readers while any call waits."""
         if self._timer is None and self._waiting_count:
             self._timer = loop.call_later(_PATIENCE / 4, self._interrupt_slow, loop)
 

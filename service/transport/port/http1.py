@@ -102,7 +102,7 @@ class Exchange:
         self.writer.write(response(200, kind, body, bodiless, {**headers, **KEPT} if self.keeps else headers))
 
     def hold(self) -> None:
-        """Takes a place for a response that may last. Raises Refused where all are taken."""
+        """Takes a place for a response that may last. Raises RequestRefused where all are taken."""
         if not self._hold.take():
             raise RequestRefused(503, "too many calls are under way on this port")
 
@@ -135,7 +135,7 @@ class Hold(Protocol):
 
 class Site(Protocol):
     def answer(self, exchange: Exchange) -> Awaitable[None]:
-        """Writes the response. Raises Refused before anything was written."""
+        """Writes the response. Raises RequestRefused before anything was written."""
 
 
 def response(

@@ -112,4 +112,4 @@ async def look(caches: Any, mode: Mode, use: CacheUse) -> CacheFindings:
         request_id="r", token_ids=(1,), sampling=GREEDY, stopping=Stopping(max_tokens=9), arrived_at=0.0
     )
     sources = AnswerSources(unused, unused, kept, switches, unused)
-    return await sources.look(request, lambda root, bypass: asked, Origin("acme", 0.0, None, "token 7"))
+    return await sources.look(request, asked, Origin("acme", 0.0, None, "token 7"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
+from itertools import repeat
 
 import pytest
 from msgspec.structs import replace
@@ -15,40 +16,69 @@ from engine.fake import plain_request
 from service.config.settings import LimitOptions
 from service.core.admission.admission_slots import AdmissionSlots
 from service.core.answers.delivery import MANY, MOST, coalescing_delay
-from service.core.answers.engine_answer import EngineAnswer
+from service.core.answers.engine_answer import EngineAnswer, Generating
 from service.core.answers.sources import SharedAnswer
-from service.core.request import Delivery
+from service.core.request import CacheUse, Delivery, Output, Request, Stops, TokenPrompt
 from service.core.text import Detokenizer, Tokenizer
 from tests.service.scripted import Script, ScriptedEngine
 
 START = Start(cached_tokens=2, queue=0.5, prefill=0.25)
 FINISH = Finish(reason=FinishReason.LENGTH, stop_token_id=None, cached_tokens=2, queue=0.5, prefill=0.25, decode=1.0)
 END = AnswerEnding(reason="length", prompt_tokens=1, completion_tokens=3)
+ONE = repeat(1)
+REQUEST = Request(
+    request_id="one",
+    prompt=TokenPrompt((120,)),
+    sampling=plain_request((120,)).sampling,
+    stops=Stops(max_tokens=9, min_tokens=0, strings=(), token_ids=(), include=False),
+    output=Output(True, False, None),
+    priority=Priority.NORMAL,
+    time_budget=None,
+    delivery=Delivery(1, 0.0),
+    cache=CacheUse(),
+    seeded=False,
+)
+
+
+class Busy(AdmissionSlots):
+    """Slots of which `running` are said to run, one number each time that it is asked."""
+
+    def __init__(self, running: Iterator[int]) -> None:
+        super().__init__(LimitOptions(), lambda: 2)
+        self._running = running
+
+    @property
+    def running(self) -> int:
+        return next(self._running)
 
 
 class Made:
-    """A generated answer over a script, and what became of it."""
+    """A generated answer over a script, and what became of it: the sink of its completion, too."""
 
     def __init__(
         self,
         script: Script,
         stops: tuple[str, ...] = (),
         batch: Delivery | None = None,
-        coalescing_delay: Callable[[float], float] | None = None,
+        running: Iterator[int] = ONE,
         priority: Priority = Priority.NORMAL,
     ) -> None:
         self.engine = ScriptedEngine(script)
-        self.slots = AdmissionSlots(LimitOptions(), lambda: 2)
+        self.slots = Busy(running)
+        self.stops = stops
         self.whole: list[CachedCompletion] = []
-        self.answer = EngineAnswer(
-            self.engine,
-            replace(plain_request((120,), 9), priority=priority),
-            batch or Delivery(16, 0.02),
-            lambda: self.slots.take(Priority.NORMAL, 1, None),
-            lambda: Detokenizer(Tokenizer.of_bytes(), stops),
-            self.whole.append,
-            coalescing_delay=coalescing_delay,
-        )
+        request = replace(plain_request((120,), 9), priority=priority)
+        work = Generating(REQUEST, request, batch or Delivery(16, 0.02))
+        self.answer = EngineAnswer(self.engine, self.slots, self, work, self)
+
+    def take(self, completion: CachedCompletion) -> None:
+        self.whole.append(completion)
+
+    def text_maker(self, request: Request) -> Detokenizer:
+        assert request is REQUEST
+        return Detokenizer(Tokenizer.of_bytes(), self.stops)
+
+    detokenizer = text_maker
 
     async def parts(self) -> list[AnswerPart]:
         found = [await self.answer.next()]
@@ -101,9 +131,7 @@ async def test_what_breaks_off_is_whole_to_nobody() -> None:
 async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while_many_run() -> None:
     running = iter([MANY, MANY + 1, 256, 100_000, 3])
     asked = Delivery(1, 0.0, coalescing_delay=0.05)
-    made = Made(
-        events(*[b"a"] * 6), batch=asked, coalescing_delay=lambda most: coalescing_delay(next(running), most, False)
-    )
+    made = Made(events(*[b"a"] * 6), batch=asked, running=running)
     await made.parts()
     first, *later = made.engine.stream.batched
     assert first == (1, 0.0)
@@ -124,7 +152,7 @@ async def test_the_first_tokens_wait_for_nobody_and_later_ones_for_company_while
     await made.parts()
     assert made.engine.stream.batched == [(1, 0.0)], "who has set a size or a delay gets those"
     lively = Delivery(1, 0.0, coalescing_delay=0.05)
-    made = Made(events(*[b"a"] * 6), batch=lively, coalescing_delay=lambda most: most, priority=Priority.INTERACTIVE)
+    made = Made(events(*[b"a"] * 6), batch=lively, running=repeat(100_000), priority=Priority.INTERACTIVE)
     await made.parts()
     assert set(made.engine.stream.batched) == {(1, 0.0)}, "nor does who is watched wait for company"
 
