@@ -208,7 +208,7 @@ class HeldRow:
     stands: int  # position of the newest token that was read: the first unread step feeds it
     last: int  # position of its last token
     pages: int  # that the device knows
-    exchanges: int  # of the sequence's pages, when they were written
+    page_table_version: int  # of the sequence's pages, when they were written
     most_drafts: int = 0
     number: int = 0  # of the last entry that was read
     ahead: int = 0  # tokens that all launches in flight bring, if all drafts are right
@@ -334,7 +334,7 @@ class Pipeline:
         if own is None or own.ended or own.stands != row.start:
             return None
         sequence = self._sequences.of(row)
-        return own if own.sequence is sequence and own.exchanges == sequence.exchanges else None
+        return own if own.sequence is sequence and own.page_table_version == sequence.page_table_version else None
 
     def _current(self, rows: Rows[Row], most_drafts: Rows[int]) -> list[HeldRow] | None:
         """Returns the device's rows in the plan's order where they are the plan's, else None."""
@@ -390,7 +390,9 @@ class Pipeline:
     def _begin(self, row: Row, old: HeldRow | None, most_drafts: int) -> HeldRow:
         sequence = self._sequences.of(row)
         last = sequence.last_position(self._max_context)
-        own = HeldRow(sequence, 0, row.start, last, len(sequence.pages), sequence.exchanges, most_drafts, self._number)
+        own = HeldRow(
+            sequence, 0, row.start, last, len(sequence.pages), sequence.page_table_version, most_drafts, self._number
+        )
         if old is not None:
             own.unreported, own.ended = old.unreported, old.ended
             own.proposed, own.accepted = old.proposed, old.accepted
@@ -753,7 +755,7 @@ class BatchPipeline:
         if own.ended or own.stands - len(own.unreported) != row.start:
             return False
         sequence = self._sequences.of(row)
-        return own.sequence is sequence and own.exchanges == sequence.exchanges
+        return own.sequence is sequence and own.page_table_version == sequence.page_table_version
 
     def _clear(self, held: Mapping[int, BatchRow]) -> list[int]:
         """Takes the rows that are not `held` out of the layout. Returns their indexes."""
@@ -778,7 +780,7 @@ class BatchPipeline:
             row.start,
             last,
             len(sequence.pages),
-            sequence.exchanges,
+            sequence.page_table_version,
             since=self._joined,
             first=row.start,
         )

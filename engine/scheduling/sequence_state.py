@@ -28,7 +28,9 @@ class SequenceState:
     constraint: Constraint | None = None
     prompt_logprobs: int | None = None
     pages: list[int] = field(default_factory=list)  # page i holds positions 16·i … 16·i + 15
-    exchanges: int = 0  # how often pages that it had before were replaced; more pages at the end are no exchange
+    page_table_version: int = (
+        0  # how often pages that it had before were replaced; more pages at the end are no exchange
+    )
 
     @property
     def output_length(self) -> int:
@@ -45,7 +47,7 @@ class SequenceState:
             raise EngineFailed(f"sequence {self.key} has {len(self.pages)} pages, page {first} cannot follow them")
         if first < len(self.pages):
             del self.pages[first:]
-            self.exchanges += 1
+            self.page_table_version += 1
         self.pages += pages
 
 

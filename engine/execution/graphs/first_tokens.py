@@ -187,4 +187,4 @@ class ManyFirstTokens:
 def first_token(at: int, sequence: SequenceState) -> BatchRow:
     """A row without pages, whose first step is its last."""
     place = len(sequence.token_ids)
-    return BatchRow(sequence, at, place - 1, last=place, since=0, first=place - 1, pages=0, exchanges=0)
+    return BatchRow(sequence, at, place - 1, last=place, since=0, first=place - 1, pages=0, page_table_version=0)

@@ -32,7 +32,7 @@ class Followed:
     """How far it has computed a sequence."""
 
     sequence: SequenceState
-    exchanges: int
+    page_table_version: int
     computed: int = 0  # tokens of the sequence
     guessed: tuple[int, ...] = ()  # that it computed behind those
 
@@ -109,8 +109,8 @@ class DraftModel:
     def _follow(self, sequence: SequenceState) -> Followed:
         """Anew where the slot has changed hands or the sequence other pages."""
         one = self._followed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.exchanges != sequence.exchanges:
-            one = self._followed[sequence.slot] = Followed(sequence, sequence.exchanges)
+        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
+            one = self._followed[sequence.slot] = Followed(sequence, sequence.page_table_version)
         return one
 
     def _catch_up(self, one: Followed) -> list[int]:

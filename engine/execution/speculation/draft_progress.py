@@ -16,7 +16,7 @@ def prefix_length(newest: int) -> int:
 @dataclass(slots=True)
 class _Computed:
     sequence: SequenceState
-    exchanges: int
+    page_table_version: int
     tokens: int = 0
 
 
@@ -42,6 +42,6 @@ class DraftProgress:
     def _of(self, sequence: SequenceState) -> _Computed:
         """Begins anew where another sequence has the slot, or the sequence other pages."""
         one = self._computed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.exchanges != sequence.exchanges:
-            one = self._computed[sequence.slot] = _Computed(sequence, sequence.exchanges)
+        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
+            one = self._computed[sequence.slot] = _Computed(sequence, sequence.page_table_version)
         return one

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import polling as capture
+from engine.execution import driver as capture
 from engine.execution.registry import EXECUTORS
 from engine.execution.step_state import GpuKernels, Parts
 from engine.kernels import build
