@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -218,6 +219,22 @@ def soaking(results: Results) -> str:
         "front / engine grew by, MiB",
     ]
     return table(head, rows)
+
+
+def flakes(results: Results) -> str:
+    """Returns a row for each call of `scripts.flakes`."""
+    rows = [
+        [
+            f"`make {call['tier']}`",
+            whole(call["hogs"]),
+            call["revision"],
+            f"{call['green']} of {len(call['runs'])}",
+            fixed(statistics.median(run["seconds"] for run in call["runs"]), 0),
+            ", ".join(sorted({f"`{name.rpartition('::')[2]}`" for run in call["runs"] for name in run["failures"]})),
+        ]
+        for call in results["flakes-cpu"]
+    ]
+    return table(["", "hogs", "commit", "green", "seconds, median", "failed at least once"], rows)
 
 
 def ended(run: Mapping[str, Any], code: str) -> int:
