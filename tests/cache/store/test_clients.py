@@ -9,7 +9,7 @@ import pytest
 
 from cache.api import RedisSettings
 from cache.store.redis_link import Clients
-from cache.store.redis_open import Client, RedisServer
+from cache.store.redis_open import Client, RedisEndpoint
 from cache.store.redis_parser import Expected
 
 
@@ -39,7 +39,7 @@ class Server:
 @pytest.mark.parametrize("turns", range(8))
 async def test_a_connection_that_comes_as_its_lookup_gives_up_is_closed(turns: int) -> None:
     server = Server()
-    clients = Clients(cast(RedisServer, server), 0.0)
+    clients = Clients(cast(RedisEndpoint, server), 0.0)
 
     async def lookup() -> None:
         try:
