@@ -120,7 +120,7 @@ class _Builder:
         words = self.node("Gather", self.constant(self.weights["embeddings.word_embeddings.weight"]), ids)
         kinds = self.weights["embeddings.token_type_embeddings.weight"][0]
         places = self.constant(self.weights["embeddings.position_embeddings.weight"] + kinds)
-        here = self.node("Slice", places, self.ints(0), self.node("EncoderShape", ids), self.ints(0))
+        here = self.node("Slice", places, self.ints(0), self.node("Shape", ids), self.ints(0))
         return self.norm(self.node("Add", words, here), "embeddings.LayerNorm")
 
 

@@ -45,7 +45,7 @@ def test_an_answer_that_changes_is_seen() -> None:
     record.take(question, [1, 2])
     record.take(question, [1, 2])
     record.take(question, [1, 3])
-    assert (record.answers, record.changed) == (3, {0: 1})
+    assert (record.whole, record.changed) == (3, {0: 1})
 
 
 def test_a_model_that_drifts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
