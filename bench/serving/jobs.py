@@ -62,7 +62,7 @@ class EndedRequest(msgspec.Struct, array_like=True):
 
     @property
     def wrong(self) -> bool:
-        """Whether it was accepted or reported as good, but did not end exactly once with all its tokens."""
+        """Returns whether an accepted job, or one reported as good, did not end exactly once with all its tokens."""
         if not self.accepted and self.code != "OK":
             return False
         return self.code != "OK" or self.finishes != 1 or self.late or self.tokens != self.wanted

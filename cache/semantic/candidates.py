@@ -107,7 +107,7 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """Returns the same result, or that of a new search if entries were added meanwhile."""
+        """Returns `nearest`, or the result of a new search if entries were added since."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))

@@ -72,7 +72,7 @@ class Child(asyncio.Protocol):
         return heard
 
     def has_worked(self) -> bool:
-        """Whether it has computed since the last call: a loading process may send nothing for long."""
+        """Returns whether the process has computed since the last call: a loading process may send nothing for long."""
         worked = _processor_time(self.pid)
         before, self._worked = self._worked, worked
         return worked is None or worked != before

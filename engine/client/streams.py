@@ -61,7 +61,7 @@ class Streams:
         return InboxStream(inbox)
 
     def deliver(self, events: list[Event], keys: Sequence[int] = (), ids: Sequence[int] = ()) -> None:
-        """Delivers a step's ids by key, then its events. Those of streams that were cancelled meanwhile are dropped."""
+        """Delivers a step's ids by key, then its events. Drops those of cancelled streams."""
         inboxes = self._inboxes
         self.few = len(inboxes) <= _FEW
         if self._leaving or self._left:

@@ -12,7 +12,7 @@ MOST_STOPS = 8  # stop tokens of a row that the kernels compare with; `engine.ke
 
 
 class Needs(enum.Enum):
-    """Who can choose the tokens of a sequence. Fixed from its admission to its end."""
+    """Names what can choose the tokens of a sequence. It does not change between admission and end."""
 
     KERNELS = "kernels"
     MASK = "mask"  # the kernels, given a mask for each token: the sequence has a constraint
@@ -21,7 +21,7 @@ class Needs(enum.Enum):
 
 
 def needs_of(sequence: SequenceState) -> Needs:
-    """Returns who can choose the sequence's tokens."""
+    """Returns what can choose the sequence's tokens."""
     constrained = sequence.constraint is not None
     if sequence.logprobs is not None or len(sequence.stopping.stop_token_ids) > MOST_STOPS:
         return Needs.MASKED_SAMPLER if constrained else Needs.SAMPLER

@@ -55,7 +55,7 @@ class Tables:
 
 
 def fill(library: Kernels, vocabulary: int, told: torch.Tensor, rows: int) -> Launch:
-    """Fills the tables of `rows` rows. `told` int32: where each row's words begin, then all of them."""
+    """Fills the tables of `rows` rows. `told` int32: where the words of each row begin, then all words."""
     kernel = library.kernel("batch_sampling", "fill", _defines(vocabulary, torch.float32))
     return prepare(kernel, Shape((-(-vocabulary // _SHARE), rows, 1), _THREADS), {"told": told}).alone()
 

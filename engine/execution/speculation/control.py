@@ -12,8 +12,8 @@ from engine.execution.speculation.proposer import Proposer
 from engine.scheduling.sequence_state import SequenceState
 
 PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
-_MEMORY = 0.9  # of what a round told, after the next
-_LONG_MEMORY = 0.995  # of what it told of a proposer
+_MEMORY = 0.9  # of what a draft showed, after the next
+_LONG_MEMORY = 0.995  # of what it showed of a proposer
 _MARGIN = 1.04  # how much faster it must be by the table, which is not exact
 _OTHERS = 1.05  # how much longer a step may be by the table for those that have no draft; by the clock up to twice that
 _FIRST_REST, _LAST_REST = 8, 512  # tokens until it is tried again

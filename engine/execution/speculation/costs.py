@@ -12,7 +12,7 @@ SIZES: Final = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64)  # tokens
 _CONTEXT = 512  # tokens that stand before those fed: attention to them makes each row dearer
 Clock = Callable[[], float]  # seconds
 _REPEATS = 10  # the best of them counts, since others use the machine too
-_SMALL, _SELDOM = 8, 5  # tokens of one sequence's round; larger steps take long, and are repeated one time in so many
+_SMALL, _SELDOM = 8, 5  # tokens of one sequence's launch; larger steps take long, and are repeated one time in so many
 _PATIENCE = 2.0  # seconds, after which no more is tried
 
 

@@ -29,27 +29,27 @@ class AcceptanceEstimate(Protocol):
 
     @property
     def tried(self) -> bool:
-        """Whether rounds alone show what they bring."""
+        """Returns whether only verifying launches show what drafts give."""
 
     def first(self, sequence: SequenceState, most: int) -> float:
-        """Tokens that a round is taken to bring, with drafts of `most` tokens, before anything is known of it."""
+        """Returns the tokens expected of a launch with drafts of `most` tokens, before the sequence had any."""
 
     def prior(self, sequence: SequenceState, most: int) -> float:
-        """The same, once it was in none for a while."""
+        """Returns the same for a sequence that had no launch for a while."""
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        """Tokens that a round would have brought a moment ago, asked in plain steps; None: not known."""
+        """Returns the tokens that a launch would have given a moment ago; None: not known. Asked in plain steps."""
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """What a round brought."""
+        """Takes in what a launch gave the sequence."""
 
     def behind(self, sequences: Items[SequenceState]) -> float:
-        """Seconds until their first round can begin."""
+        """Returns the seconds until their first launch can begin."""
 
 
 @dataclass(slots=True)
 class LookupWatch:
-    """What is looked up of a sequence meanwhile."""
+    """The guess that is looked up for a sequence in plain steps, to compare with the tokens that follow."""
 
     sequence: SequenceState
     guess: Draft = ()  # what would have been drafted
@@ -58,7 +58,7 @@ class LookupWatch:
     looks_at: int = 0  # length of the sequence at the next look
 
     def compare(self) -> int | None:
-        """What the guess would have brought, once that is known."""
+        """Returns the tokens that the guess would have given, once they are known."""
         ids = self.sequence.token_ids
         came = ids[self.guessed_at : self.guessed_at + len(self.guess)]
         pairs = enumerate(zip(came, self.guess, strict=False))
@@ -114,7 +114,7 @@ class DraftEstimate:
     tried = True
 
     def __init__(self, depths: PaidDepths) -> None:
-        """`depths`: of sequences alone, which learn of rounds together as well."""
+        """`depths`: those of single sequences, which observe launches of several as well."""
         self._depths = depths
 
     def first(self, sequence: SequenceState, most: int) -> float:
@@ -135,7 +135,7 @@ class DraftEstimate:
 
 
 def _expected(rate: float, most: int) -> float:
-    """Tokens of a round whose guesses are right so often, each if all before it were."""
+    """Returns the mean tokens of a launch whose guesses are right at this rate, each if all before it were."""
     return sum(rate**place for place in range(1 + most))
 
 
@@ -144,8 +144,8 @@ TRYING = 0.03  # of the time in plain steps that trying again may cost, after th
 
 
 def can_verify(sequence: SequenceState) -> bool:
-    """Whether rounds choose its tokens: not where tokens are counted, since each row of a round would need the counts
-    of those before it."""
+    """Returns whether verifying launches can choose the sequence's tokens: not where tokens are counted, since each row
+    of a launch would need the counts of those before it."""
     row = device_sampling.sampled_row(sequence)
     return chosen_by_kernels(sequence) and not (row is not None and row.marked)
 
@@ -160,8 +160,8 @@ class Stay:
 
 
 class PaidDepths:
-    """As `control` finds that they pay, where the host's proposer has something to say. The device guesses for itself,
-    a round or two further on."""
+    """Chooses drafts as long as `control` finds that they pay, where the host's proposer has a guess. The device
+    guesses for itself, a launch or two further on."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class PaidDepths:
         behind: Callable[[SequenceState], float] | None = None,
         turn: float = 0.0,
     ) -> None:
-        """`costs` of a round, its draft included. `behind`: seconds that a draft model needs to catch up with a
+        """`costs` of a launch, its draft included. `behind`: seconds that a draft model needs to catch up with a
         sequence. `turn`: seconds for which a sequence stands still when it comes from plain steps, or goes back."""
         self._costs = costs
         self._control = Control(costs, learns=behind is not None)
@@ -213,7 +213,7 @@ class PaidDepths:
         rate = self.rate(sequence)
         saved = plain - self._costs.seconds(1 + depth) / sum(rate**place for place in range(1 + depth))  # a token
         rest = sequence.stopping.max_tokens - sequence.output_length
-        # No plain step precedes an answer's first round.
+        # No plain step precedes an answer's first launch.
         cost = self._switching(sequence) if sequence.output_length > 1 else self.behind(sequence)
         return cost <= saved * min(rest, SOON)
 
@@ -224,11 +224,11 @@ class PaidDepths:
         return self._stay(sequence).lost < self._switching(sequence)
 
     def rate(self, sequence: SequenceState) -> float:
-        """How likely the next guess for it is thought to be right."""
+        """Returns the estimated probability that the next guess is right."""
         return self._control.rate(Candidate(sequence, self._proposer, 1))
 
     def behind(self, sequence: SequenceState) -> float:
-        """Seconds until its first round can begin."""
+        """Returns the seconds until its first launch can begin."""
         return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
@@ -236,11 +236,11 @@ class PaidDepths:
         stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
 
     def _switching(self, sequence: SequenceState) -> float:
-        """Seconds that it takes to come over, and to go back."""
+        """Returns the seconds that it takes to come over, and to go back."""
         return self.behind(sequence) + 2 * self._turn
 
     def _stay(self, sequence: SequenceState) -> Stay:
-        """Anew where the slot has changed hands."""
+        """Returns the record of the sequence, a new one where another sequence had the slot."""
         stay = self._stays.get(sequence.slot)
         if stay is None or stay.sequence is not sequence:
             stay = self._stays[sequence.slot] = Stay(sequence)

@@ -1,5 +1,5 @@
 """When verifying launches are the way to go on: for one sequence, where a draft is expected to pay; for several, where
-drafts bring each of them as much as plain steps do, and all together more. Torch-free."""
+drafts give each of them as much as plain steps do, and all together more. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from engine.scheduling.sequence_state import SequenceState
 
 STAYS = 64  # tokens without a draft: to come and go costs about a step each time
 BEGINNING = 16  # tokens: most texts that repeat anything have done so by then
-_MEMORY = 0.9  # of what a round brought, after the next
-_PRIOR = 2.0  # rounds, as which what is taken for granted counts
+_MEMORY = 0.9  # of what a launch gave, after the next
+_PRIOR = 2.0  # launches that the first estimate counts as
 _MARGIN = 1.1  # how much faster all must be by the table to begin: the plain steps under way are lost
 _OTHERS = 1.05  # how much slower one may be for the others' sake
 _TO_GO = 32  # tokens that each must have before it
-_FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once rounds did not pay
-_SEEN_REST = 32  # the first, where the host sees by itself what rounds would bring
+_FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once launches did not pay
+_SEEN_REST = 32  # the first, where the host sees by itself what launches would give
 
 
 class Depths(Protocol):
-    """Who says how long drafts should be."""
+    """Decides how long drafts should be."""
 
     def depth(self, sequence: SequenceState) -> int:
-        """Tokens to draft next of a sequence that decodes alone."""
+        """Returns the tokens to draft next for a sequence that decodes alone."""
 
     def most(self, sequence: SequenceState) -> int:
-        """The longest draft that it may ever have; 0 where rounds cannot serve it."""
+        """Returns the longest draft that it may ever have; 0 where verifying launches cannot serve it."""
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """What came of a draft."""
+        """Takes in what came of a draft."""
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """Whether to begin rounds with drafts of `depth` tokens is worth what it costs."""
+        """Returns whether beginning with drafts of `depth` tokens is worth what it costs."""
 
     def holds(self, sequence: SequenceState) -> bool:
-        """Whether it should go on with short drafts, though none is expected to pay."""
+        """Returns whether the sequence should go on with short drafts, though none is expected to pay."""
 
     def left(self, sequence: SequenceState) -> None:
-        """It goes on in plain steps."""
+        """Notes that the sequence goes on in plain steps."""
 
 
 def group_of(depth: int) -> int:
@@ -90,25 +90,25 @@ class SinglePolicy:
 
 @dataclass(slots=True)
 class LaunchRecord:
-    """What rounds bring a sequence, or would."""
+    """Records what verifying launches give a sequence, or would."""
 
     sequence: SequenceState
     tokens: float
     rest: int  # tokens, the next time
-    rounds: float = _PRIOR
-    lost: float = 0.0  # seconds in rounds against plain steps since it was furthest ahead of them
-    fits: bool = False  # rounds can choose its tokens
-    resumes_at: int = 0  # length of the sequence before which it is in no rounds
+    launches: float = _PRIOR
+    lost: float = 0.0  # seconds in launches against plain steps since it was furthest ahead of them
+    fits: bool = False  # verifying launches can choose its tokens
+    resumes_at: int = 0  # length of the sequence before which it has no launches
 
     @property
     def per_launch(self) -> float:
         """Returns the mean tokens of a launch."""
-        return self.tokens / self.rounds
+        return self.tokens / self.launches
 
     def add(self, tokens: int) -> None:
         """Adds a launch that gave `tokens` tokens."""
         self.tokens = self.tokens * _MEMORY + tokens
-        self.rounds = self.rounds * _MEMORY + 1
+        self.launches = self.launches * _MEMORY + 1
 
 
 class SeveralPolicy:
@@ -152,7 +152,7 @@ class SeveralPolicy:
         return 0
 
     def most(self, sequence: SequenceState) -> int:
-        """What it asks for, within the group."""
+        """Returns the longest draft that its request and the group allow."""
         most = self._group - 1
         return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
 
@@ -163,7 +163,7 @@ class SeveralPolicy:
         self._estimate.observe(sequence, one)
 
     def _may_pay(self) -> bool:
-        """Whether rounds bring more than plain steps at least where every draft is right."""
+        """Returns whether launches give more than plain steps at least where every draft is right."""
         return self._group * self._step >= self._seconds * _MARGIN
 
     def _pays(self, records: Items[LaunchRecord], margin: float) -> bool:
@@ -173,17 +173,17 @@ class SeveralPolicy:
         return faster and min(gains) * plain * _OTHERS > self._seconds
 
     def _won_back(self, records: Items[LaunchRecord]) -> bool:
-        """Whether what it takes until a first round is soon made up for, or little beside what has been done."""
+        """Returns whether the time until a first launch is soon won back, or is little beside what has been done."""
         gains = sum(record.per_launch for record in records) / len(records)
         plain, tokens = self._step, min(record.sequence.output_length for record in records)
         return self._switching(records) <= max(SOON * (plain - self._seconds / gains), TRYING * plain * tokens)
 
     def _holds(self, records: Items[LaunchRecord]) -> bool:
-        """Whether each has lost less than it would by going back and coming again."""
+        """Returns whether each has lost less than it would by going back and coming again."""
         return max(record.lost for record in records) < self._switching(records)
 
     def _switching(self, records: Items[LaunchRecord]) -> float:
-        """Seconds that it takes to come over, and to go back."""
+        """Returns the seconds that it takes to come over, and to go back."""
         return self._estimate.behind([record.sequence for record in records]) + 2 * self._turn
 
     def _ready(self, record: LaunchRecord) -> bool:
@@ -192,16 +192,16 @@ class SeveralPolicy:
         return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
 
     def _rest(self, records: Items[LaunchRecord]) -> None:
-        """None of them is in rounds for a while."""
+        """Keeps all of them in plain steps for a while."""
         for record in records:
             sequence = record.sequence
             record.resumes_at = len(sequence.token_ids) + record.rest
             record.rest = min(2 * record.rest, _LAST_REST)
             if self._estimate.tried:
-                record.tokens, record.rounds = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
+                record.tokens, record.launches = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
 
     def _observe_plain(self, record: LaunchRecord) -> None:
-        """In plain steps: takes in what a draft would have brought."""
+        """Takes in, in plain steps, what a draft would have given."""
         found = self._estimate.seen(record.sequence, self.most(record.sequence))
         if found is not None:
             record.add(found)
