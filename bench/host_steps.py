@@ -31,19 +31,11 @@ from bench.result import ROOT, Result, Samples, device, revision, run_one_of, su
 from bench.workloads import append
 from engine.api import GREEDY, ModelInfo
 from engine.errors import EngineFailed
+from engine.execution.batch_pipeline import BatchPipeline, Changes
 from engine.execution.driver import RingPoller
 from engine.execution.graphs.batch import BUCKETS, Batched
 from engine.execution.graphs.decode import GraphDecode
-from engine.execution.pipeline import (
-    BatchPipeline,
-    Changes,
-    MorePages,
-    Pipeline,
-    Rewrite,
-    StepLaunch,
-    in_flight,
-    run_share,
-)
+from engine.execution.pipeline import MorePages, Pipeline, Rewrite, StepLaunch, in_flight, run_share
 from engine.execution.router import ALL_OPTIONS, FEW, Capacity, Executors, Role, Router
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits
@@ -251,7 +243,7 @@ class InstantSteps:
 
 
 class InstantBatches:
-    """A `pipeline.BatchDevice` that answers at once."""
+    """A `batch_pipeline.BatchDevice` that answers at once."""
 
     def __init__(self) -> None:
         self._launched = 0

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from engine.execution.batch_pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes
 from engine.execution.driver import Recorder, RingPoller, all_entries
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
-from engine.execution.pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes, StepLaunch
+from engine.execution.pipeline import StepLaunch
 from engine.execution.router import FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import batch_attention

@@ -15,7 +15,7 @@ from engine.execution.driver import Recorder
 from engine.execution.graphs.passes import Pass, PromptChunk, cheapest, passes
 from engine.execution.graphs.prefill import CapturedPasses
 from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
-from engine.execution.speculation.draft_progress import DraftProgress
+from engine.execution.speculation.verifying import DraftProgress
 from engine.execution.step_state import Parts
 from engine.kernels import speculation
 from engine.kernels.attention import RowPages
@@ -45,7 +45,7 @@ class DeviceDraft:
 
     weights: StepWeights
     compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
-    computed: Callable[[SequenceState, int], None]  # rounds have done so
+    computed: Callable[[SequenceState, int], None]  # verifying launches have computed so many
 
 
 class DraftSteps:

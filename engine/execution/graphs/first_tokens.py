@@ -11,11 +11,12 @@ from functools import partial
 import torch
 
 from engine.execution import device_sampling as sampled
+from engine.execution.batch_pipeline import BatchRow, Changes
 from engine.execution.driver import IdleWork, Mailbox, Recorder, RingPoller, all_entries
 from engine.execution.graphs.passes import MOST_CHUNKS
 from engine.execution.graphs.row_state import TokenMasks, entry_of, fill, idle, placed, words
 from engine.execution.graphs.row_updates import RowUpdates
-from engine.execution.pipeline import NO_TOKEN, BatchRow, Changes, Mask, RowState
+from engine.execution.pipeline import NO_TOKEN, Mask, RowState
 from engine.execution.router import StepOptions
 from engine.kernels import rows as states
 from engine.kernels import sampling

@@ -132,7 +132,7 @@ class VerifyLayout:
     """The words of `sequences` sequences, each with rows for its newest token and the longest draft."""
 
     sequences: int
-    laid: int  # rows that are laid out for each, of whatever group the next round is
+    laid: int  # rows that are laid out for each, of whatever group the next launch is
     most_tokens: int  # of a sequence
 
     @property

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.execution import device_sampling as sampled
+from engine.execution.batch_pipeline import BatchRow, Changes
 from engine.execution.driver import Mailbox
-from engine.execution.pipeline import BatchRow, Changes
 from engine.kernels import batch_sampling
 from engine.kernels import rows as states
 from engine.kernels.batch_sampling import Tables

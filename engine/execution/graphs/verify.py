@@ -23,7 +23,7 @@ from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
 from engine.execution.graphs.row_state import VerifyLayout, entry_of, words
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
-from engine.execution.speculation.draft_progress import prefix_length
+from engine.execution.speculation.verifying import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
@@ -43,10 +43,10 @@ from engine.model.layers.few_rows import (
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
-_TIMINGS, _BEFORE = 16, 8  # rounds of a kind at warm-up, of which the median counts; and before them
+_TIMINGS, _BEFORE = 16, 8  # launches of a kind at warm-up, of which the median counts; and before them
 _GUESSES = 8  # in a row: a launch of its own takes longer than a short one
-_RESIDENT = 2  # blocks of attention on a multiprocessor: rounds of four and more have too many for one each
-_TYPICAL = 256, 768  # tokens of sequences whose rounds are timed: of two reaches of attention
+_RESIDENT = 2  # blocks of attention on a multiprocessor: launches of four and more rows have too many for one each
+_TYPICAL = 256, 768  # tokens of sequences whose launches are timed: of two reaches of attention
 _RING = 2 * MOST_VERIFY_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
 
 
@@ -76,13 +76,12 @@ class VerifyGraphs:
     ) -> None:
         """Several sequences have one group, since their rows stand side by side as they are laid out. `beside`: graphs
         whose sampling state may be used in turns."""
-        self._library = library
-        self._weights = weights
+        self._library, self._weights = library, weights
         self._max_context = max_context
         self._groups = groups
         self._layout = layout = VerifyLayout(sequences, groups[-1], max_context)
-        self._future = future  # what a draft for measurements knows instead of what was guessed
-        self._draft = draft  # None: prompt lookup
+        # `future`: what a draft for measurements knows instead of what was guessed. `draft` None: prompt lookup.
+        self._future, self._draft = future, draft
         device = weights.table.device
         self._launcher = launcher_of(device)
         self._recorder = Recorder(device)
@@ -126,7 +125,7 @@ class VerifyGraphs:
         )
 
     def build(self, groups: Sequence[int] | None = None) -> None:
-        """Makes the rounds of these groups, or of all. Raises BuildError."""
+        """Makes the steps of these groups, or of all. Raises BuildError."""
         for group in groups or self._groups:
             self._groups_made[group] = self._chains(group)
         self._start = self._propose().alone()
@@ -179,7 +178,7 @@ class VerifyGraphs:
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
-        rounds of several that choose by more than temperature: they are captured when they are first wanted."""
+        steps of several sequences that choose by more than temperature: these are captured when first wanted."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         progress("kernels", 0, 1)
         self.build()
@@ -202,7 +201,7 @@ class VerifyGraphs:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int, drafts: int) -> float:
-        """What a round of this group costs sequences of some lengths on average, where drafts are so long. Overwrites
+        """Returns the mean seconds of a step of this group for sequences of some lengths and drafts so long. Overwrites
         the first page."""
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
@@ -254,7 +253,7 @@ class VerifyGraphs:
         return self._reach(at)
 
     def _stand(self, at: int) -> None:
-        """Places them, with all tokens alike: so there is something to look up, and every row of a round is fed."""
+        """Places them, with all tokens alike: so there is something to look up, and every row of a step is fed."""
         self._state.newest.fill_(at)
         self._verified.history[:, at : self._reach(at)].zero_()
         self._enqueue_start()
@@ -271,7 +270,7 @@ class VerifyGraphs:
 
     def _enqueue_start(self) -> None:
         if self._start is None:
-            raise EngineFailed("no round was built")
+            raise EngineFailed("no step was built")
         self._launcher.enqueue([self._start])
 
     def update(self, update: Rewrite | MorePages) -> None:

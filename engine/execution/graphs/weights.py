@@ -12,14 +12,14 @@ from engine.execution.pipeline import BUCKETS
 from engine.execution.step_state import Parts, Unfit
 from engine.kernels import two_pass
 from engine.kernels import weights as forms
-from engine.kernels.attention import Heads, LayerAttention
+from engine.kernels.attention import LayerAttention
 from engine.kernels.gpu import GpuShape
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 from engine.model import features
 from engine.model.layers.few_rows import ChainPlan, LayerWeights, StepProduct, StepWeights
+from engine.model.layers.many_tokens import heads_of
 from engine.model.weights import Layer
-from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.forms import Dense
 
 MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
@@ -36,7 +36,7 @@ def why_not(parts: Parts) -> str | None:
         return "the page pool is laid out for a CPU"
     if model.config.vocab_size > MOST_TOKENS:
         return f"a vocabulary of {model.config.vocab_size}, the kernels know up to {MOST_TOKENS}"
-    objection = heads_of(model.config).why_not() or features.why_not(model.config)
+    objection = heads_of(parts).why_not() or features.why_not(model.config)
     if objection is not None:
         return objection
     for layer in model.weights.layers:
@@ -55,10 +55,6 @@ def _objection(linear: Linear) -> str | None:
     return f"the kernels do not read weights of {type(linear).__name__}"
 
 
-def heads_of(config: ModelConfig) -> Heads:
-    return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
-
-
 def step_weights(parts: Parts) -> StepWeights:
     """The model where `why_not` has no objection."""
     model, weights = parts.model, parts.model.weights
@@ -68,7 +64,7 @@ def step_weights(parts: Parts) -> StepWeights:
         layers=[_layer(parts, index, layer) for index, layer in enumerate(weights.layers)],
         final_gain=weights.norm.weight,
         head=head.matrix,
-        heads=heads_of(model.config),
+        heads=heads_of(parts),
         eps=model.config.norm_eps,
         angles=model.rope,
     )

@@ -97,7 +97,7 @@ class CapturedSpeculation:
 
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
         """`known` instead of what would be measured."""
-        self.costs = known  # of rounds, their drafts included; None until they are measured
+        self.costs = known  # of launches, their drafts included; None until they are measured
         with torch.inference_mode():
             try:
                 _, self._why_one_pass = weights.shared(parts)
@@ -158,8 +158,8 @@ class CapturedSpeculation:
         return ways
 
     def _measured(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a round of one sequence by its rows, newest token and draft, and of a plain step of as many
-        sequences, which costs no less than the round without its guesses: that reads fewer pages."""
+        """Returns the seconds of a launch of one sequence by its rows, newest token and draft, and of a plain step of
+        as many sequences, which costs no less than the launch without its guesses: that reads fewer pages."""
         device, places = self._devices[1], range(GROUPS[-1])
         if self._guesser is None:  # those of a group cost the same
             groups = {group: device.seconds(group, group - 1) for group in GROUPS}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from engine.execution.pipeline import MOST_BATCH_AHEAD, Changes, StepLaunch
+from engine.execution.batch_pipeline import MOST_BATCH_AHEAD, Changes
+from engine.execution.pipeline import StepLaunch
 from tests.engine.execution.slow_device import DeviceRow, SlowMemory
 
 BUCKETS = (2, 4, 6, 12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -51,7 +52,7 @@ class Case:
 
     name: str
     rows: tuple[Row, ...]
-    expected: tuple[tuple[object, ...], ...]
+    expected: tuple[tuple[Any, ...], ...]
     needs: tuple[tuple[int, Needs], ...] = ()  # of those whose tokens the kernels do not choose without a mask
     holders: tuple[tuple[int, tuple[Role, int]], ...] = ()
     capacity: Capacity = GPU
@@ -239,8 +240,8 @@ def test_where_the_rows_of_a_step_go(case: Case) -> None:
     assert sorted(shown) == sorted(one[:2] for one in case.expected)
     by_rows = {tuple(row.key for row in share.rows): share for share in found.shares}
     for _, keys, *says in case.expected:
-        share = by_rows[keys]  # type: ignore[index]
-        fields = {"drain": False} | (says[0] if says else {})  # type: ignore[operator]
+        share = by_rows[keys]
+        fields = {"drain": False} | (says[0] if says else {})
         assert {name: getattr(share, name) for name in fields} == fields
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Assignment) == found
 

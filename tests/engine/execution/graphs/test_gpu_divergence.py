@@ -8,8 +8,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from engine.execution.batch_pipeline import BatchPipeline, BatchRow
 from engine.execution.graphs.batch import BatchedSteps
-from engine.execution.pipeline import BatchPipeline, BatchRow, StepLaunch
+from engine.execution.pipeline import StepLaunch
 from engine.worker.build import build
 from tests.engine.conftest import Drive, Request
 from tests.engine.execution.test_eager import MODELS, prompts, settings

@@ -19,18 +19,10 @@ from msgspec.structs import replace
 
 from engine.api import GREEDY, FinishReason, GenerationRequest
 from engine.execution import device_sampling as sampled
+from engine.execution.batch_pipeline import BatchPipeline, Changes
 from engine.execution.graphs.first_tokens import first_token
 from engine.execution.graphs.row_updates import RowUpdateEncoder
-from engine.execution.pipeline import (
-    BatchPipeline,
-    Changes,
-    Pipeline,
-    Rewrite,
-    RowState,
-    StepLaunch,
-    in_flight,
-    run_share,
-)
+from engine.execution.pipeline import Pipeline, Rewrite, RowState, StepLaunch, in_flight, run_share
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role
 from engine.kernels import reference
 from engine.kernels.batch_sampling import Tables

@@ -23,9 +23,8 @@ from engine.execution.pipeline import (
 )
 from engine.execution.router import AHEAD as STEPS_AHEAD
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, StepOptions
-from engine.execution.speculation.draft_progress import DraftProgress, prefix_length
 from engine.execution.speculation.groups import BEGINNING, STAYS, SinglePolicy
-from engine.execution.speculation.verifying import VerifyingRows, Way
+from engine.execution.speculation.verifying import DraftProgress, VerifyingRows, Way, prefix_length
 from engine.kernels.reference import verified
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
