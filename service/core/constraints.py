@@ -1,5 +1,5 @@
-"""Constraints of callers, checked and made into what the engine takes. The last ones are remembered: most callers send
-one schema again and again."""
+"""Checks callers' constraints and makes them what the engine takes. Keeps the last ones: most callers repeat a
+schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEADLY: Final = "is too complex: the process that checks it does not survive it
 
 
 class ConstraintReader:
-    """Reads the constraints of requests to one server. Used from one event loop."""
+    """Reads the constraints of one server's requests. Used from one event loop."""
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
@@ -31,7 +31,7 @@ class ConstraintReader:
         self._size = 0
 
     async def read(self, given: ConstraintText | None, origin: Origin) -> Constraint | None:
-        """Raises InvalidRequest where it cannot be used; and as TextProcesses.run."""
+        """Raises InvalidRequest, and as TextProcesses.run."""
         if given is None:
             return None
         key = given.kind, given.texts
@@ -44,10 +44,8 @@ class ConstraintReader:
         return Constraint(grammar, origin.tenant)
 
     async def _made(self, key: Key, field: str, origin: Origin) -> str:
-        """Compiles a constraint in a text process and returns its grammar.
-
-        Refuses a constraint of which processes keep dying without starting another, so that one caller cannot keep
-        killing them."""
+        """Compiles in a text process. Refuses a constraint of which processes keep dying, so that one caller cannot
+        keep killing them."""
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
         try:
             if self._deaths.refused(name):

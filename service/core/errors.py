@@ -31,8 +31,7 @@ class Violation:
 
 
 class Reason(StrEnum):
-    """Machine-readable `reason` of a refusal's google.rpc.ErrorInfo. `ErrorReason` of the contract has the same names,
-    and explains each."""
+    """The `reason` of a refusal's google.rpc.ErrorInfo; `ErrorReason` of the contract explains each."""
 
     # A limit is reached.
     QUEUE_FULL = "QUEUE_FULL"
@@ -75,7 +74,7 @@ class Reason(StrEnum):
 
 
 class ServiceError(Exception):
-    """Root of the front's own errors. The text is meant for the caller."""
+    """The text is meant for the caller."""
 
 
 class InvalidRequest(ServiceError):
@@ -113,8 +112,8 @@ _STEPS = ((0.1, 1000), (1.0, 100), (10.0, 20), (math.inf, 4))
 
 
 class Overloaded(ServiceError):
-    """A limit is reached. `retry_after` is rounded to a step of some per cent: there are few different ones, so that
-    the status made of each can be kept."""
+    """`retry_after` is rounded to steps of some per cent, so that few values exist and the status of each can be
+    kept."""
 
     def __init__(self, message: str, reason: Reason, retry_after: float) -> None:
         super().__init__(message)
@@ -153,12 +152,12 @@ class PermissionDenied(ServiceError):
 
 
 class StreamStalled(ServiceError):
-    """The reader took no message for too long."""
+    pass
 
 
 class MessageStalled(ServiceError):
-    """The caller's own message did not come."""
+    pass
 
 
 class AnswerTooLarge(ServiceError):
-    """The whole answer does not fit into one message."""
+    pass

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 
 class FairTurns:
-    """Grants `count` turns at a time, at most `each` of them to one sender (None: all). Belongs to one event loop."""
+    """Grants `count` turns at a time, at most `each` of them to one sender. Belongs to one event loop."""
 
     def __init__(self, count: int, each: int | None = None) -> None:
         self._free = count

@@ -1,13 +1,10 @@
 """Runs tokenizing, chat templates and other parsing of callers' bytes beside the event loop, under limits of time and
 memory.
 
-To add a kind of job: write a function `(tokenizer, payload: bytes) -> bytes` in a module that imports neither gRPC nor
-torch; add a line `name: "module:function"` to `jobs.KINDS`; call `await processes.run("name", payload, deadline)`. The
-function raises `jobs.JobRefused` with a sentence for the caller where the input is at fault.
-
-Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
-It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
-end by itself within a moment.
+To add a kind of job: write a function as in `jobs` in a module that imports neither gRPC nor torch, add it to
+`jobs.KINDS`, and call `run`. Small jobs have processes of their own, so that they never wait behind a large one. A
+process runs one job at a time; it is killed and replaced where the job takes too much, or its caller has gone and it
+does not end within a moment.
 """
 
 from __future__ import annotations
@@ -38,12 +35,12 @@ class JobFailed(Exception):
 
 
 class JobDied(JobFailed):
-    """The process ended before it answered, for another reason than lack of memory (SIGABRT)."""
+    """The process ended before it answered, and not for lack of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Limits of processes of one kind and of their queue."""
+    """Limits of one kind's processes and queue."""
 
     processes: int
     seconds: float  # a job
@@ -65,7 +62,7 @@ _APART = "constraint"  # the kind of job with processes of its own
 
 
 class TextProcesses:
-    """Holds the processes of one server. Used from one event loop."""
+    """The processes of one server. Used from one event loop."""
 
     def __init__(
         self,
@@ -93,7 +90,7 @@ class TextProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Returns the fork server's pid; its children are the workers."""
+        """The fork server's; its children are the workers."""
         return self._server.pids
 
     async def start(self) -> None:
@@ -102,10 +99,10 @@ class TextProcesses:
         await asyncio.gather(self._small.warm(), self._large.warm())
 
     async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
-        """Does one job; senders take turns. `deadline` is on the clock of time.monotonic.
+        """Senders take turns. `deadline` is on the clock of time.monotonic; a cancelled job is abandoned.
 
         Raises JobRefused where the input is at fault, excessive time or memory included; Overloaded, DeadlineExceeded,
-        EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
+        EngineUnavailable, or JobFailed.
         """
         pool = self._small if len(payload) <= SMALL else self._large
         if kind == _APART:
@@ -117,7 +114,7 @@ class TextProcesses:
 
 
 class _Pool:
-    """Processes of one kind and the one queue for them."""
+    """One kind's processes and their queue."""
 
     def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
