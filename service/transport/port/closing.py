@@ -1,10 +1,9 @@
 """Closes a port without a call that ends badly.
 
-A gRPC server that shuts down sends GOAWAY on its connections, and until the client has received it, a call that arrives
-is dropped as CANCELLED, which no client retries. So before that, new calls are kept waiting: a client that calls in a
-loop soon waits for an answer and calls no more; one that does not wait soon has as many calls on its connection as
-HTTP/2 allows. Then comes GOAWAY, and after it on the same connection the answer, a refusal with a retry hint. The next
-call makes a new connection, here or elsewhere. Running calls go on.
+A gRPC server that shuts down sends GOAWAY, and drops as CANCELLED, which no client retries, any call that arrives
+before the client has received it. So new calls are first kept waiting, until clients that wait for answers, or have as
+many calls as HTTP/2 allows, call no more. Then GOAWAY is sent, and behind it the refusal with a retry hint, so that the
+next call makes a new connection. Running calls go on.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Gate(_GenericHandler):
     looks methods up, and gives out those that wait only while it is closed."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers` belong to the services behind the gate; the first that knows a method handles it."""
+        """The first of the `handlers` that knows a method handles it."""
         self._handlers = tuple(handlers)
         self._open = asyncio.Event()
         self._open.set()
@@ -59,8 +58,8 @@ class Gate(_GenericHandler):
         return None
 
     def leave(self, server: Stoppable) -> asyncio.Task[None]:
-        """Stops accepting connections, and makes clients look for another server; running calls go on. By now every
-        handler refuses new calls. The task ends once all clients have been notified."""
+        """Stops accepting connections and sends clients elsewhere, once every handler refuses new calls; running calls
+        go on. The task ends once all clients have been notified."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(server))
         return self._leaving
@@ -72,7 +71,7 @@ class Gate(_GenericHandler):
             self._limit.reschedule(0.0)
 
     async def close(self, server: Stoppable, grace: float) -> None:
-        """Ends the port; running calls get `grace` seconds."""
+        """Gives running calls `grace` seconds."""
         await self.leave(server)
         await server.stop(grace)
 

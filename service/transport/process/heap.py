@@ -1,9 +1,8 @@
-"""Memory that is free again goes back to the system.
+"""Returns freed memory to the system.
 
-The C library keeps what was freed for itself, in up to eight heaps a core, and learns from one large message to take
-the next ones from there as well: after a flood the process would stay as large as it was. Each thread, too, keeps
-pieces of every size for itself, out of the reach of any trimming: hundreds of them, and a page is held by each. That is
-decided before a process starts, hence by its environment.
+The C library keeps what was freed, in up to eight heaps a core, and after one large message takes the next from there,
+too: a process would stay as large as a flood made it. Threads keep small pieces that no trimming reaches, which only
+the process's environment can prevent.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """The C library's. Does nothing where that is not glibc."""
+    """Does nothing where the C library is not glibc."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
@@ -36,7 +35,7 @@ class Heap:
             self._libc.mallopt(_ARENA_MAX, _ARENAS)
 
     async def run(self) -> None:
-        """Trims it after it has grown, for ever. Less and less often where all of it is in use."""
+        """Trims the heap after it has grown, less and less often where all of it is in use."""
         if not self._known:
             await asyncio.get_running_loop().create_future()
         least, wait = resident(), _EVERY
