@@ -1,8 +1,8 @@
 """Routes the console's paths, and refuses requests before any work is done for them.
 
-A page of another site can make a browser send requests here. It cannot set a header of our own, since that takes a
-permission that nothing here gives; and where its own host name leads here (DNS rebinding), requests carry that name. So
-each request that reads or changes anything must carry HEADER, come from our own origin, and name a host that is ours.
+Another site's page can make a browser send requests here, but not with a header of ours; a host name of its own that
+leads here (DNS rebinding) shows in the request. So each request that reads or changes anything must carry HEADER, come
+from our own origin, and name a host that is ours.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253})(:\d{1,5})?")
 
 
 class Console:
-    """Implements `http1.Site` for the console."""
-
     def __init__(
         self,
         cases: UseCases,
@@ -48,8 +46,8 @@ class Console:
         closed: str = "",
         secure: bool = False,
     ) -> None:
-        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why the console is
-        closed, if it is. `secure`: it is served over TLS alone."""
+        """`hosts`: names of the page beside addresses and localhost. `closed`: why the console is closed, if it is.
+        `secure`: it is served over TLS alone."""
         self._guard = guard
         self._calls = ConsoleCalls(handlers)
         self._state = ConsoleState(cases)
@@ -90,7 +88,7 @@ class Console:
         exchange.again = partial(self._state_again, ConsoleCredentials(exchange))
 
     def _state_again(self, who: ConsoleCredentials) -> bytes | None:
-        """Returns the response for a page that polls, whose rights are checked again."""
+        """Answers a page that polls, whose rights are checked again."""
         try:
             return self._state.response(self._guard.authorize(who, ALL_RIGHTS).rights)
         except ServiceError:
@@ -109,8 +107,7 @@ class Console:
             raise RequestRefused(308 if location else 403, "the console is served over TLS", location)
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a name is an address, localhost or one of ours: a foreign name that leads here is an attack, DNS
-        rebinding."""
+        """A foreign name that leads here is an attack, DNS rebinding."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False

@@ -1,7 +1,7 @@
 """Converts google.protobuf.Struct to JSON values: whole numbers without a point, keys in a fixed order.
 
-A Struct is a map without an order; protobuf gives another one in every process. But templates print tools, so that
-their order is part of the prompt: of what the model was trained on, and of every cache's key.
+A Struct's map has another order in every process. But templates print tools, so that their order is part of the prompt:
+of what the model was trained on, and of every cache's key.
 """
 
 from __future__ import annotations
