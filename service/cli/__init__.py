@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a subcommand, which reads its own flags. Returns the exit code."""
+    """Returns the exit code. A subcommand reads its own flags."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         module, _ = COMMANDS[words[0]]

@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `python -m bench`."""
     return run_module("bench", argv)

@@ -1,7 +1,5 @@
-"""Runs a conversation on a terminal, `whippet generate` without a prompt: question and answer in turns, until ctrl-D.
-
-Messages are kept in memory alone, typed lines included. There are only three commands: sampling is set once, by flags.
-"""
+"""Runs a conversation on a terminal, `whippet generate` without a prompt, until ctrl-D. Messages are kept in memory
+alone, typed lines included."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ class Conversation:
         self._turns = turns
 
     def run(self) -> int:
-        """Runs until the user ends it. Returns the exit code."""
+        """Returns the exit code when the user ends it."""
         _edit_lines()
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
@@ -84,7 +82,7 @@ class Conversation:
                 complain("that is not UTF-8 text", 0)
 
     def _obey_or_ask(self, line: str) -> bool:
-        """Returns False where the conversation should end."""
+        """False where the conversation should end."""
         command = _COMMAND.fullmatch(line.rstrip())
         if command is None:
             if line.strip():
@@ -104,7 +102,7 @@ class Conversation:
         return True
 
     def _ask(self, question: str) -> None:
-        """Asks a question. An error is printed in one line, and the question is dropped."""
+        """Prints an error in one line, and drops the question."""
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
@@ -118,7 +116,7 @@ class Conversation:
 
 
 def _edit_lines() -> None:
-    """Enables line editing and history, where this Python has readline, which reads a paste of several lines as one."""
+    """Enables line editing where this Python has readline, which reads a paste of several lines as one."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -126,8 +124,8 @@ def _edit_lines() -> None:
 
 
 def _read() -> str | None:
-    """Returns a message; None at the end of input. Input that is already waiting belongs to it, so that half a paste is
-    never sent by a terminal that does not mark them."""
+    """None at the end of input. Input that is already waiting belongs to the message, so that half a paste is never
+    sent by a terminal that does not mark them."""
     lines: list[str] = []
     try:
         lines.append(input(_PROMPT))

@@ -1,8 +1,8 @@
-"""Reports what this machine has, and how a model would be served on it: `whippet doctor`.
+"""Reports what this machine has, and how a model would be served on it: `whippet doctor`. `engine.worker.doctor` adds
+the engine's part in a process of its own.
 
-The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible, 2 where the path is no model's folder. A port that is taken is reported but does not fail, since a running
-server takes it.
+Exit code 1 where serving is impossible, 2 where the path is no model's folder. A taken port does not fail, since a
+running server takes it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns the report of `engine.worker.doctor`; `problems` alone where it gives none."""
+    """`problems` alone where the process gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
     if flags.digest:

@@ -1,8 +1,8 @@
-"""Takes a running server out of service, or back into it: `whippet drain`, for hooks before a stop, and operators.
+"""Takes a running server out of service, or back into it: `whippet drain`.
 
-Exit codes: 0 done: with --wait drained, without it begun; 1 where requests were still live when the time was over;
-2 for a command line that makes no sense; 3 where no answer comes in time; 64 and the gRPC code for a refusal; 130 for
-ctrl-C, which ends the wait and not the drain.
+Exit codes: 0 drained, without --wait begun; 1 requests were still live when the time was over; 2 a command line that
+makes no sense; 3 no answer in time; 64 and the gRPC code for a refusal; 130 for ctrl-C, which ends the wait and not the
+drain.
 """
 
 from __future__ import annotations

@@ -9,5 +9,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `quant`."""
     return run_module("quant", ["evaluate", *argv])

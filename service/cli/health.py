@@ -1,7 +1,7 @@
-"""Asks a server whether it serves, for probes and scripts: `whippet health`.
+"""Asks a server whether it serves: `whippet health`.
 
-Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where no answer comes in time; 64 and
-the gRPC code for a refusal; 130 for ctrl-C.
+Exit codes: 0 serving; 1 not serving; 2 a command line that makes no sense; 3 no answer in time; 64 and the gRPC code
+for a refusal; 130 ctrl-C.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def probe(address: str) -> PortState:
 
 
 def _compiler() -> str | None:
-    """Finds the compiler as the engine does: $CC, or the first of the usual names."""
+    """Searches as the engine does: $CC, or the first of the usual names."""
     named = os.environ.get("CC")
     return next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
 
@@ -114,7 +114,6 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _bytes(value: str | None) -> int | None:
-    """Parses meminfo's "123 kB"."""
     number = (value or "").split()
     return int(number[0]) * 1024 if number and number[0].isdigit() else None
 

@@ -18,7 +18,7 @@ _HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(1
 
 
 class PrintedAnswer:
-    """One of the answers, as far as it has arrived."""
+    """As far as the answer has arrived."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -110,7 +110,6 @@ class TerminalOutput:
         return self._answers[index]
 
     def close(self) -> None:
-        """Ends the output, since the answers are complete."""
         self._think(False)
         if not self._live:
             sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
@@ -124,8 +123,8 @@ class TerminalOutput:
             self._write("\n")
 
     def _show_next(self) -> None:
-        """Turns to the next answer and prints what has arrived of it; several are separated by their numbers on a
-        terminal, by an empty line elsewhere."""
+        """Prints what has arrived of the next answer. Several are separated by their numbers on a terminal, by an empty
+        line elsewhere."""
         self._showing += 1
         if self._live and self._wanted > 1:
             self.end_line()
@@ -145,7 +144,6 @@ class TerminalOutput:
             self._write(text)
 
     def _think(self, begins: bool) -> None:
-        """Marks where reasoning begins or ends."""
         if begins == self._thinking:
             return
         self._thinking = begins
@@ -161,7 +159,7 @@ class TerminalOutput:
         self._last = printable[-1]
 
     def _object(self) -> dict[str, Any]:
-        """Returns the fields of `GenerateResponse`."""
+        """The fields of `GenerateResponse`."""
         first, *more = (answer.object() for answer in self._answers)
         found = {"request_id": self._info.request_id, "model": self._info.model, **first}
         return {**found, "more_answers": more} if more else found
