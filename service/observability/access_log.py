@@ -1,8 +1,7 @@
 """Logs one line for each call that has ended: caller, request, outcome and times. Never any text.
 
-A line costs tens of microseconds on the event loop, and room on a disk. So refused calls, which cost their caller
-nothing, and served calls have a bound each; lines beyond it are dropped and counted, and the next line reports how
-many.
+A line costs tens of microseconds on the event loop, and room on a disk. So refused and served calls have a bound each;
+lines beyond it are dropped and counted, and the next line reports how many.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class AccessLog:
 
 
 class _Words:
-    """Fields as `name=value`, made only where a formatter wants text."""
+    """Makes `name=value` only where a formatter wants text."""
 
     def __init__(self, fields: dict[str, object]) -> None:
         self._fields = fields
@@ -84,7 +83,7 @@ class _Bound:
 
 
 def _fields(record: RequestRecord) -> dict[str, object]:
-    """Returns the known fields. Times are milliseconds."""
+    """Known fields only. Times are milliseconds."""
     fields: dict[str, object] = {"method": record.method, "code": record.code}
     for name in ("reason", "request_id", "client_request_id", "trace_id"):
         if value := getattr(record, name):

@@ -1,7 +1,7 @@
 """Counts calls that have ended, and latencies and tokens of those that generated.
 
-Borders go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
-classic buckets: native histograms need the protobuf format, which prometheus_client does not write.
+Buckets go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
+classic: prometheus_client does not write the protobuf format that native histograms need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = dict[tuple[str, ...], float | Histogram]
 
 
 class CallCounts:
-    """Observes calls. Rows are by label values, for the families of `metric_names`."""
+    """Rows are by label values, for the families of `metric_names`."""
 
     def __init__(self) -> None:
         self.between = Histogram(_BETWEEN)  # seconds from token to token, added to while answers are read
@@ -69,7 +69,7 @@ class CallCounts:
         return found
 
     def seconds(self) -> Mapping[str, Histogram]:
-        """Returns histograms of callers' waiting times, whatever the source of their answers."""
+        """Callers' waiting times, whatever the source of their answers."""
         return {
             "first_token": merged(self._first.values()),
             "between_tokens": self.between,
@@ -98,8 +98,7 @@ class CallCounts:
 
 
 def _until_first(record: RequestRecord) -> float:
-    """Returns the seconds to the first token. A unary answer is read in large parts, so that the engine's time is more
-    exact."""
+    """Seconds to the first token. A unary answer is read in large parts, so that the engine's time is more exact."""
     if not record.streamed and record.queue is not None and record.prefill is not None:
         return record.queue + record.prefill
     return (record.first_token_at or record.ended_at) - record.arrived_at

@@ -1,9 +1,8 @@
 """Writes the log on stderr. Nothing that a caller sent reaches it.
 
-Our own lines are written with that in mind. gRPC's are not: it logs metadata that is no UTF-8 as it came, the token
-included, with a traceback, each time; its core, in C++, writes a line for each connection that sends rubbish to a TLS
-port. So of libraries that see callers' bytes only the kind of event is logged, once in a while, with its count. The
-core is silenced in `service.transport`.
+gRPC logs metadata that is no UTF-8 as it came, the token included, with a traceback, each time. So of libraries that
+see callers' bytes only the kind of event is logged, once in a while, with its count. gRPC's core, in C++, is silenced
+in `service.transport`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def set_up(level: str, form: LogFormat, process: str = "front") -> None:
 
 
 def last_line(text: str) -> None:
-    """Prints why the server does not start, or cannot go on, even before the log's format is known."""
+    """Prints why the server cannot go on, even before the log's format is known."""
     if any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
         logging.getLogger("whippet").critical("%s", text)
     else:
@@ -68,7 +67,7 @@ class Reticence:
 
 
 def _kind(record: logging.LogRecord) -> tuple[str, str]:
-    """Returns the kind and place of an event, without its text."""
+    """An event's kind and place, without its text."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         known = "ExecuteBatchError" in str(record.msg)

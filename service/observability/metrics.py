@@ -203,7 +203,7 @@ def _by(name: str, values: Mapping[str, float] | Mapping[str, Histogram]) -> Met
 
 
 def _family(name: str, rows: Rows) -> Metric:
-    """Makes a family of rows by label values, in the order of the family's labels."""
+    """Rows are by label values, in the order of the family's labels."""
     family = FAMILIES[name]
     metric: Any = _KINDS[family.kind](f"whippet_{name}", family.help, labels=family.labels)
     for labels, row in rows.items():
