@@ -1,8 +1,5 @@
-"""Defines the one settings tree and its defaults.
-
-A leaf is a field of a frozen dataclass: its type, its default, its help (with the unit) and its bounds stand there and
-nowhere else. The settings of engine and caches are defined in their own `settings` modules and mounted here unchanged.
-"""
+"""Defines the one settings tree. A leaf's type, default, help (with the unit) and bounds stand in its field and nowhere
+else; the settings of engine and caches are mounted from their own `settings` modules."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
 
 
 class BadSettings(Exception):
-    """The settings cannot be used. One line, names each setting and what is wrong with it."""
+    """One line that names each setting and what is wrong with it."""
 
 
 def _address(address: str) -> str:
@@ -243,7 +240,7 @@ class Settings(ModelOptions, ServedOptions):
 
     @property
     def served_name(self) -> str:
-        """Returns what requests may put into their field `model`."""
+        """What requests may put into their field `model`."""
         if self.model_name is not None:
             return self.model_name
         if self.model is None:
@@ -252,7 +249,7 @@ class Settings(ModelOptions, ServedOptions):
         return path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
 
     def engine_settings(self, vocab_size: int | None = None) -> EngineSettings:
-        """Returns the engine's settings. `vocab_size` is the tokenizer's, for a fake engine that must use its ids."""
+        """`vocab_size` is the tokenizer's, for a fake engine that must use its ids."""
         return EngineSettings(
             model=self.model or "",
             model_digest=self.model_digest,
