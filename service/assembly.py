@@ -83,7 +83,6 @@ class ServerParts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, the files of callers, certificates and settings."""
         self.reloader.now()
         self.identity.reload()
         self.admission.quotas.reload()
@@ -157,7 +156,6 @@ def _metrics_port(
     identity: Identity,
     handlers: list[grpc.GenericRpcHandler[bytes, bytes]],
 ) -> MetricsPort | None:
-    """`handlers`: of whippet.v1, which the console calls."""
     if not settings.metrics_listen:
         return None
     console = certificates = None
@@ -197,7 +195,6 @@ class _Ports:
         relays: RelayOptions,
         counts: RelayCounts,
     ) -> Port:
-        """Opens callers' port, of this process, or of relays that share it."""
         if relays.count == 1:
             return self.open("listen", address, services, inbox, bounds)
         handlers, certificates = self._handlers(services, inbox), self._identity.certificates
@@ -227,7 +224,6 @@ def _use_cases(
     counted: frozenset[str],
     begun: Begun,
 ) -> tuple[UseCases, EngineClient]:
-    """The engine is not started yet."""
     cache_options = checked(settings.cache)
     tokenizer = _tokenizer(settings)
     if tokenizer.digest != processes.digest:

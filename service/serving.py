@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(settings: Settings, again: Callable[[], Settings], begun: Begun) -> int:
-    """Serves until a signal comes. Returns the exit code. Raises BadSettings, PortTaken and EngineError."""
+    """Returns the exit code. Raises BadSettings, PortTaken and EngineError."""
     refuse_strangers(settings)
     silence()
     return uvloop.run(_serve(settings, again, begun))
@@ -91,7 +91,6 @@ async def _ready(settings: Settings, parts: ServerParts, stop: Signals, stack: A
 
 
 def _announce(settings: Settings, parts: ServerParts) -> None:
-    """Prints at once what is served and on what, how to call it, and all addresses."""
     info = parts.engine.info
     if info is None:
         return
@@ -112,8 +111,7 @@ def _announce(settings: Settings, parts: ServerParts) -> None:
 
 
 async def _drain(within: float | None, parts: ServerParts, stop: Signals) -> int:
-    """Drains before closing, without waiting where `within` is None: no request was served yet, or can be any more. A
-    second signal ends all waiting."""
+    """Drains before closing, without waiting where `within` is None. A second signal ends all waiting."""
     parts.drain.begin(for_good=True)
     parts.health.refresh()
     _log.info("draining: %d live requests", parts.admission.live)
@@ -141,7 +139,6 @@ async def _close(parts: ServerParts) -> None:
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
-    """The tasks never end by themselves, but for an error, which is raised."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

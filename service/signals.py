@@ -9,8 +9,7 @@ from types import FrameType
 
 
 class Signals:
-    """Ignores further signals once the server has ended, even while the interpreter shuts down. After an exception, the
-    caller of `serve` has its own handlers again."""
+    """Ignores further signals once the server has ended, even while the interpreter shuts down."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

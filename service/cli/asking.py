@@ -32,8 +32,8 @@ class Asker:
         self._timeout = timeout
 
     def ask(self, request: pb.GenerateStreamRequest, out: TerminalOutput) -> CallOutcome:
-        """Where the request names no limit, asks for LIMIT tokens at most, and reports where that cuts the answer
-        short. Where the context leaves fewer, the server refuses LIMIT and is asked without one."""
+        """Without a limit in the request, asks for LIMIT tokens, and prints where that cuts the answer short; asks
+        without one where the server refuses LIMIT."""
         if request.stopping.HasField("max_tokens"):
             return self._stream(request, out)
         limited = pb.GenerateStreamRequest()

@@ -1,4 +1,4 @@
-"""Measures this machine or a running server: `whippet bench`. `bench` does it in a process of its own."""
+"""Measures this machine or a running server: `whippet bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replays traces through the caches: `whippet cache replay`. `bench.replay` does it in a process of its own."""
+"""Replays traces through the caches: `whippet cache replay`."""
 
 from __future__ import annotations
 

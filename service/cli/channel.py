@@ -1,4 +1,5 @@
-"""Connects clients to a server: address, credentials, and its refusals in one line."""
+"""Connects clients to a server: address, credentials, and its refusals in one line. docs/operations/README.md lists the
+exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:")  # of gRPC's names, which are lef
 
 
 class UsageError(Exception):
-    """The command line cannot be used. One line, never with a secret in it."""
+    """One line, never with a secret in it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -94,7 +95,6 @@ class ServerAddress:
 
 
 def _with_port(address: str, port: str) -> str:
-    """Adds the default port to `localhost`, `::1` and `[::1]`."""
     if address.startswith(_SCHEMES):
         return address
     with contextlib.suppress(ValueError):
@@ -132,7 +132,6 @@ def probe_code(error: grpc.RpcError) -> int:
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """One line: the code, the server's message, the wrong fields, when to retry."""
     call = cast(grpc.Call, error)
     message = call.details() or "no reason given"
     details = _details(call)
@@ -175,8 +174,8 @@ def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb
 
 @contextlib.contextmanager
 def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
-    """Yields an event that is set at ctrl-C, by a handler, since an exception raised inside grpc is lost now and then.
-    Another thread cancels the call, since this one may hold the call's own lock."""
+    """Yields an event that is set at ctrl-C by a handler: an exception raised inside grpc is lost now and then. Another
+    thread cancels the call, since this one may hold its lock."""
     happened = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
@@ -191,6 +190,5 @@ def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
 
 
 def complain(line: str, code: int) -> int:
-    """Prints the line on stderr and returns the code."""
     sys.stderr.write(f"whippet: {line}\n")
     return code

@@ -32,7 +32,7 @@ class ConversationTurns:
         self._messages: list[pb.ChatMessage] = []
 
     def asked(self, question: str) -> pb.Chat:
-        """Returns the chat that ends with a question, which is kept once it has an answer."""
+        """The question is kept once it has an answer."""
         system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
         return pb.Chat(messages=[*system, *self._messages, _user(question)])
 
@@ -51,7 +51,7 @@ def _user(text: str) -> pb.ChatMessage:
 
 
 class Conversation:
-    """`request` holds everything but the messages. `timeout`: seconds for each answer."""
+    """`request` holds everything but the messages."""
 
     def __init__(
         self,
@@ -67,7 +67,6 @@ class Conversation:
         self._turns = turns
 
     def run(self) -> int:
-        """Returns the exit code when the user ends it."""
         _edit_lines()
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
@@ -102,7 +101,6 @@ class Conversation:
         return True
 
     def _ask(self, question: str) -> None:
-        """Prints an error in one line, and drops the question."""
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
@@ -116,7 +114,6 @@ class Conversation:
 
 
 def _edit_lines() -> None:
-    """Enables line editing where this Python has readline, which reads a paste of several lines as one."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -125,7 +122,7 @@ def _edit_lines() -> None:
 
 def _read() -> str | None:
     """None at the end of input. Input that is already waiting belongs to the message, so that half a paste is never
-    sent by a terminal that does not mark them."""
+    sent."""
     lines: list[str] = []
     try:
         lines.append(input(_PROMPT))

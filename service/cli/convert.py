@@ -1,4 +1,4 @@
-"""Converts pickled weights of a folder to safetensors: `whippet convert`. `quant` does it in a process of its own."""
+"""Converts pickled weights of a folder to safetensors: `whippet convert`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures a model's perplexity and its distance from another: `whippet evaluate`. `quant` does it in a process of its
-own."""
+"""Measures a model's perplexity and its distance from another: `whippet evaluate`."""
 
 from __future__ import annotations
 

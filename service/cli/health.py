@@ -1,8 +1,4 @@
-"""Asks a server whether it serves: `whippet health`.
-
-Exit codes: 0 serving; 1 not serving; 2 a command line that makes no sense; 3 no answer in time; 64 and the gRPC code
-for a refusal; 130 ctrl-C.
-"""
+"""Asks a server whether it serves: `whippet health`. Exit code 1 where it does not."""
 
 from __future__ import annotations
 

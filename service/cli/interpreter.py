@@ -15,13 +15,12 @@ def command(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def environment() -> Mapping[str, str]:
-    """Has a PYTHONPATH that finds the packages of this process."""
     home = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """Runs on this terminal and handles ctrl-C itself. Returns the exit code."""
+    """Runs on this terminal and handles ctrl-C itself."""
     with subprocess.Popen(command(module, arguments), env=environment()) as child:
         while True:
             try:

@@ -34,7 +34,7 @@ PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "safetensors", "jinja2"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and counts. None where the system does not report it."""
+    """None where the system does not report it."""
 
     system: str
     python: str
@@ -77,7 +77,6 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
 
 
 def probe(address: str) -> PortState:
-    """Binds the address and closes it again."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -100,7 +99,6 @@ def _compiler() -> str | None:
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Reads `name: value` lines; the first of each name counts."""
     found: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()

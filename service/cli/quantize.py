@@ -1,4 +1,4 @@
-"""Makes 4-bit or 8-bit weights of a model folder: `whippet quantize`. `quant` does it in a process of its own."""
+"""Makes 4-bit or 8-bit weights of a model folder: `whippet quantize`."""
 
 from __future__ import annotations
 

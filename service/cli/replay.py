@@ -1,4 +1,4 @@
-"""Repeats the steps that an engine recorded before a fault, in a process of its own: `whippet replay`."""
+"""Repeats the steps that an engine recorded before a fault: `whippet replay`."""
 
 from __future__ import annotations
 

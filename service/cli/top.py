@@ -1,8 +1,4 @@
-"""Prints repeatedly what a running server does: `whippet top`.
-
-Exit codes: 0 after ctrl-C, `q` or the one frame of --once; 2 a command line that makes no sense; 64 and the gRPC code
-where --once gets no answer, or the server refuses to be looked at.
-"""
+"""Prints repeatedly what a running server does: `whippet top`."""
 
 from __future__ import annotations
 
@@ -131,7 +127,6 @@ def _once(watch: ServerWatch, interval: float) -> None:
 
 
 def _listed(watch: ServerWatch, interval: float) -> None:
-    """Prints frame after frame, for a file or a pipe."""
     while True:
         watch.look()
         _print(watch)
@@ -139,7 +134,6 @@ def _listed(watch: ServerWatch, interval: float) -> None:
 
 
 def _print(watch: ServerWatch) -> None:
-    """As wide as COLUMNS, else 120. A blank line separates frames."""
     width = shutil.get_terminal_size((120, 40)).columns
     sys.stdout.write("\n".join([*watch.lines(width), "", ""]))
     sys.stdout.flush()

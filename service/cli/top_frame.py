@@ -1,5 +1,5 @@
-"""Renders one frame of `whippet top` from two polls. Rates and latencies are of the time between them; where the engine
-was restarted meanwhile, its counters and rates begin at 0."""
+"""Renders a frame of `whippet top`: rates and latencies between two polls, from 0 where the engine was restarted
+meanwhile."""
 
 from __future__ import annotations
 
@@ -70,7 +70,6 @@ class Between:
 
 
 def frame(before: Look, now: Look, width: int) -> list[str]:
-    """Lines of at most `width`."""
     if now.load.uptime.ToNanoseconds() < before.load.uptime.ToNanoseconds():  # it was started again
         before = birth(now)
     load, between = now.load, Between(before, now)
@@ -181,8 +180,7 @@ def _front(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
 
 
 def quantile(borders: list[float], counts: list[int], share: float) -> float | None:
-    """The value below which `share` of the counted values lie, as if spread evenly in their bucket; beyond the last
-    border, that border. None where nothing was counted."""
+    """Takes values to be spread evenly in their bucket; at most the last border. None where nothing was counted."""
     below, wanted = 0, share * sum(counts)
     if not wanted:
         return None
@@ -199,7 +197,6 @@ def _row(label: str, cells: Iterable[str]) -> Row:
 
 
 def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
-    """Cells that do not fit beside the label continue below."""
     line = label
     for part in cells:
         if len(line) + len(part) > width and len(line) > _LABEL:
@@ -210,7 +207,6 @@ def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _first(rates: Mapping[str, float], name: str) -> list[tuple[str, float]]:
-    """Puts `name` first, present or not; others only while above 0."""
     others = [(other, rate) for other, rate in rates.items() if other != name and rate]
     return [(name, rates.get(name, 0.0)), *others]
 

@@ -45,7 +45,6 @@ def spelled(path: Path) -> str:
 
 
 def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
-    """Yields all settings below a dataclass, in its order."""
     hints = get_type_hints(tree, include_extras=True)
     for one in fields(tree):
         path, kind = (*parents, one.name), hints[one.name]
@@ -57,7 +56,6 @@ def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
 
 
 def _plain(kind: Any) -> Any:
-    """Strips `| None` and annotations."""
     if get_origin(kind) is Annotated:
         return _plain(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):

@@ -54,8 +54,6 @@ AddressOrNone = Annotated[str, AfterValidator(lambda address: address and _addre
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Bounds on waiting work and on what callers may send."""
-
     queued_requests: int = setting(256, "generations beyond those that run at once", ge=0)
     queued_prompt_tokens: int = setting(1_048_576, "prompt tokens of requests without a first token", ge=1)
     queue_timeout: float | None = setting(
@@ -91,8 +89,6 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """Protocols of the data port beside whippet.v1."""
-
     vllm_engine: bool = setting(True, "vllm.grpc.engine, for gateways that speak to vLLM")
     open_inference: bool = setting(True, "inference, KServe's open inference protocol")
 
@@ -172,7 +168,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSwitches:
-    """Optimisations of whole answers. Neither changes greedy output."""
+    """Neither changes greedy output."""
 
     response_cache: bool = setting(True, "answer identical questions once")
     semantic_cache: bool = setting(True, "look for questions that mean the same, as set by cache.semantic.mode")
@@ -181,7 +177,7 @@ class AnswerSwitches:
 # Fields are those of the bases from the last one to the first: this is the order of `--help`.
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions(PrefixSwitches, AnswerSwitches, ExecutionSwitches):
-    """Switches, which can also be set while requests are served."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)

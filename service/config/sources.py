@@ -157,7 +157,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Reads without waiting for a writer, as a FIFO would. Raises BadSettings, OSError, UnicodeDecodeError."""
+    """Reads without waiting for a FIFO's writer. Raises BadSettings, OSError, UnicodeDecodeError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise BadSettings(f"config: {path} is no file")
@@ -168,7 +168,6 @@ def _text(path: Path) -> str:
 
 
 def _underscored(value: Any) -> Any:
-    """YAML's names may have hyphens, as flags do."""
     if isinstance(value, dict):
         return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
     return value

@@ -1,5 +1,4 @@
-"""Checks callers' constraints and makes them what the engine takes. Keeps the last ones: most callers repeat a
-schema."""
+"""Makes callers' constraints what the engine takes, and keeps the last ones, since most callers repeat a schema."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _DEADLY: Final = "is too complex: the process that checks it does not survive it
 
 
 class ConstraintReader:
-    """Reads the constraints of one server's requests. Used from one event loop."""
+    """Used from one event loop."""
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
@@ -44,8 +43,7 @@ class ConstraintReader:
         return Constraint(grammar, origin.tenant)
 
     async def _made(self, key: Key, field: str, origin: Origin) -> str:
-        """Compiles in a text process. Refuses a constraint of which processes keep dying, so that one caller cannot
-        keep killing them."""
+        """Refuses a constraint of which text processes keep dying, so that one caller cannot keep killing them."""
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
         try:
             if self._deaths.refused(name):

@@ -1,20 +1,20 @@
 """Lists the front's errors as its callers see them. `status` maps each to a gRPC status.
 
 ServiceError
-├── InvalidRequest      fields are wrong; every violation is named
-├── UnknownModel        no model of that name is served
+├── InvalidRequest      every violation is named
+├── UnknownModel
 ├── UnknownRequest      no live request of that name
 ├── DuplicateRequest    a live request of this tenant has that name
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
-├── Draining            nothing new is let in: try another server, or later
-├── ShuttingDown        the process ends, and no operator can undo that
+├── Draining            try another server, or later
+├── ShuttingDown        no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
-├── Unauthenticated     who calls is not known
-├── PermissionDenied    the caller lacks the right
+├── Unauthenticated
+├── PermissionDenied
 ├── StreamStalled       the reader took no message for too long
 ├── MessageStalled      the caller's own message did not come
-└── AnswerTooLarge      the whole answer does not fit into one message
+└── AnswerTooLarge      the answer does not fit into one message
 """
 
 from __future__ import annotations
@@ -112,8 +112,7 @@ _STEPS = ((0.1, 1000), (1.0, 100), (10.0, 20), (math.inf, 4))
 
 
 class Overloaded(ServiceError):
-    """`retry_after` is rounded to steps of some per cent, so that few values exist and the status of each can be
-    kept."""
+    """`retry_after` is rounded to steps of some per cent, so that the few statuses can be kept."""
 
     def __init__(self, message: str, reason: Reason, retry_after: float) -> None:
         super().__init__(message)

@@ -56,11 +56,11 @@ class Generator:
         return self._sources.semantic
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """Sends the answer in one message. Raises what `status` knows."""
+        """Raises what `status` knows."""
         return self._run(request, origin, outlet)
 
     def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """Sends messages as the request's `delivery` asks. Raises what `status` knows."""
+        """Raises what `status` knows."""
         origin.record.streamed = True
         return self._run(request, origin, outlet)
 
@@ -164,7 +164,6 @@ class _Reading:
         self._marks = marks  # what is put into the text for tokens that have none
 
     async def _scored(self, prompt: PromptFacts) -> AnswerPart:
-        """Delivers what comes before the answer's first part, which it returns."""
         ids, reported = self._found.engine_request.token_ids, 1
         while True:
             part = await self._source.next()
@@ -182,8 +181,8 @@ class _Reading:
             await self._sink.begin(prompt)
 
     async def run(self, prompt: PromptFacts) -> None:
-        """Leaves the last text for the message with the ending. Headers wait for the first part: a proxy or client that
-        has seen them tries no other server when this one dies."""
+        """Leaves the last text for the message with the ending. Headers wait for the first part: whoever has seen them
+        tries no other server when this one dies."""
         source, sink, record, clock, marks = self._source, self._sink, self._record, self._clock, self._marks
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
@@ -288,8 +287,7 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
 
 
 def _most(stops: Stops, facts: ModelFacts) -> int:
-    """Most tokens that the context has room for. A model's own limit is a default, which the caller's minimum
-    exceeds."""
+    """A model's own limit is a default, which the caller's minimum may exceed."""
     if stops.max_tokens is not None:
         return stops.max_tokens
     return facts.max_context if facts.most_tokens is None else max(facts.most_tokens, stops.min_tokens)
@@ -302,7 +300,6 @@ def _engine_request(
     origin: Origin,
     facts: ModelFacts,
 ) -> GenerationRequest:
-    """Leaves the prefix cache to the lookup."""
     room, stops = facts.max_context - len(ids), request.stops
     return GenerationRequest(
         request_id=f"{origin.tenant}/{request.request_id}",

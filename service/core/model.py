@@ -151,7 +151,6 @@ def _parses(request: Request) -> bool:
 
 
 def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:
-    """Raises InvalidRequest; copies nothing large."""
     size = 0
     for text in texts:
         size += len(text) if text.isascii() or len(text) > MOST_TEXT else len(text.encode())

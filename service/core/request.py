@@ -37,7 +37,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class ConstraintText(msgspec.Struct, frozen=True):
-    """A constraint as the caller wrote it. `field` names it in violations."""
+    """A constraint as the caller wrote it."""
 
     kind: str  # as `service.core.text.constraint` knows them
     texts: tuple[str, ...]  # one; of a choice, its options

@@ -71,7 +71,6 @@ class OptimizationSwitches:
         return replace(switch, effective=switch.requested and not reason, why_not=reason)
 
     def _reasons(self) -> Mapping[str, str]:
-        """Why switches have no effect, by name."""
         info = self._engine.info
         if info is None:
             return dict.fromkeys(self._options, "the engine has not been ready yet")

@@ -11,7 +11,6 @@ _MAX_DURATION = 315_576_000_000  # seconds: ten thousand years, the most that pr
 
 
 def too_long(tokens: int, max_context: int) -> str:
-    """The violation of a prompt that leaves no room for an answer."""
     return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 

@@ -1,8 +1,5 @@
-"""Counts calls that have ended, and latencies and tokens of those that generated.
-
-Buckets go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
-classic: prometheus_client does not write the protobuf format that native histograms need.
-"""
+"""Counts calls that have ended, and latencies and tokens of those that generated. Buckets are classic:
+prometheus_client does not write the protobuf format that native histograms need."""
 
 from __future__ import annotations
 
@@ -92,7 +89,6 @@ class CallCounts:
             yield name, {(): histogram}
 
     def of_tenants(self, named: Collection[str]) -> Iterator[tuple[str, Rows]]:
-        """Yields the families of these tenants alone."""
         for name, counts in (("tenant_requests", self._tenants), ("tenant_tokens", self._tokens)):
             yield name, {(tenant, what): count for (tenant, what), count in counts.items() if tenant in named}
 

@@ -1,8 +1,7 @@
 """Writes the log on stderr. Nothing that a caller sent reaches it.
 
-gRPC logs metadata that is no UTF-8 as it came, the token included, with a traceback, each time. So of libraries that
-see callers' bytes only the kind of event is logged, once in a while, with its count. gRPC's core, in C++, is silenced
-in `service.transport`.
+gRPC logs metadata that is no UTF-8 as it came, the token included. So of libraries that see callers' bytes only the
+kind of event is logged, once in a while, with its count.
 """
 
 from __future__ import annotations
@@ -67,7 +66,6 @@ class Reticence:
 
 
 def _kind(record: logging.LogRecord) -> tuple[str, str]:
-    """An event's kind and place, without its text."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         known = "ExecuteBatchError" in str(record.msg)
@@ -77,6 +75,5 @@ def _kind(record: logging.LogRecord) -> tuple[str, str]:
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Logs an error where none can be raised, as in a destructor."""
     info = None if what.exc_value is None else (what.exc_type, what.exc_value, what.exc_traceback)
     logging.getLogger("python").error("unraisable", exc_info=info)

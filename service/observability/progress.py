@@ -28,7 +28,6 @@ class ProgressReporter:
         self._long = False  # this phase has a line in the log
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """`done` and `total` are bytes or pieces."""
         share = done / total if total else 1.0
         if share < self.phases.get(phase, 0.0):
             self.phases.clear()  # another load

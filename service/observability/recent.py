@@ -20,5 +20,4 @@ class RecentErrors:
             self._records.append(record)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Yields the newest record first."""
         return reversed(self._records)

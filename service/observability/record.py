@@ -1,9 +1,6 @@
-"""Collects the facts of one call and passes them to observers when it has ended.
-
-Transport and use cases write into the call's builder, which becomes one `RequestRecord`, for metrics, log and traces.
-It has no text of a prompt or an answer, and only checked identifiers of what a caller sent. This module imports none of
-the rooms that fill it in.
-"""
+"""Collects the facts of one call in a builder, of which `RequestRecord` is made for metrics, log and traces when the
+call has ended. It has no text of a prompt or an answer, and only checked identifiers of what a caller sent. This module
+imports none of the rooms that fill it in."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Serves the metrics port: plain HTTP, or TLS with certificates, that answers GET /metrics, with bounds on its clients'
-cost; the port's site, such as the console, answers all other paths.
-
-Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread.
-"""
+"""Serves the metrics port: GET /metrics over HTTP, or TLS with certificates, with bounds on its clients' cost; the
+port's site, such as the console, answers other paths. Runs on the server's event loop, so that all values are of one
+moment."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Client:
-    """One connection. It may be closed for a new one in any state but one, because a scrape takes milliseconds and a
-    scraper tries again: a response that may last is not cut for others."""
+    """May be closed for a new connection in any state but one, because a scraper tries again: a response that may last
+    is not cut for others."""
 
     def __init__(self, task: asyncio.Task[None], host: Host, accepted: float, streams: set[_Client]) -> None:
         self.task = task
@@ -73,8 +71,8 @@ class _Client:
 
 
 class _Streams(asyncio.StreamReaderProtocol):
-    """Answers a request that a polling page repeats without waking the connection's task, which costs several times
-    what the response does."""
+    """Answers a polling page's repeated request without waking the connection's task, which costs several times what
+    the response does."""
 
     head = b""  # of that request
     repeat: Callable[[], bool] | None = None  # whether it was answered
@@ -136,8 +134,8 @@ class MetricsPort:
             self._accept(accepted, Host.of(peer[0]), loop)
 
     def _accept(self, accepted: socket.socket, host: Host, loop: asyncio.AbstractEventLoop) -> None:
-        """At the bound, first closes a connection that has sent no request, because a scraper sends its request at
-        once; else one that is slow to read its response."""
+        """At the bound, first closes a connection that has sent no request, because a scraper sends its own at once;
+        else one that is slow to read its response."""
         if len(self._clients) >= _MAX_CONNECTIONS:
             gone = first_to_go(self._silent.values()) or first_to_go(self._clients.values())
             assert gone is not None, "streams are fewer than connections"
@@ -271,8 +269,6 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
 
 
 class _Snapshot(Collector):
-    """Families that were read on the event loop, for the encoder."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._all = families
 

@@ -31,8 +31,6 @@ def decode(kind: type[_Message], data: bytes) -> _Message:
 def unary(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[Message]]
 ) -> UnaryBody:
-    """`read` makes the request of the message."""
-
     async def answer(call: Call) -> bytes:
         return (await body(await _received(kind, read, call), call)).SerializeToString()
 
@@ -42,8 +40,6 @@ def unary(
 def streamed(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[None]]
 ) -> StreamBody:
-    """The body writes its responses to the call's context."""
-
     async def answer(call: Call) -> None:
         await body(await _received(kind, read, call), call)
 
@@ -68,8 +64,6 @@ async def send_headers(context: Context, prompt: PromptFacts) -> None:
 
 
 class WholeOutlet(Generic[_Response]):
-    """Keeps the one message of each answer for the handler."""
-
     def __init__(self, context: Context, render: Callable[[Sequence[AnswerMessage]], _Response]) -> None:
         self._context = context
         self._render = render

@@ -1,5 +1,4 @@
-"""Declares what a protocol receives and provides. A protocol is a folder beside this file and one line in
-`service.assembly.protocols`."""
+"""Declares what a protocol receives and provides."""
 
 from __future__ import annotations
 

@@ -149,7 +149,6 @@ class TraceExporter:
             pass
 
     def _report(self, trouble: str) -> None:
-        """Logs one line when trouble begins, and one when it is over."""
         if trouble and not self._failing:
             _log.warning("traces: %s does not take them: %s", self._address, trouble)
         elif not trouble and self._failing:

@@ -75,7 +75,7 @@ def spans_of(record: RequestRecord, model: str) -> list[Span]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields the phases that the call reached; the last one lasts until its end. Seconds, monotonic."""
+    """Seconds, monotonic; the last phase lasts until the call's end."""
     begun: list[tuple[str, float]] = [("receive message", record.arrived_at)]
     if record.admitted_at is not None:
         begun.append(("tokenize", record.admitted_at))
@@ -107,7 +107,6 @@ def _first_token(record: RequestRecord) -> float | None:
 
 
 def _source(record: RequestRecord) -> str:
-    """Names the phase that follows the caches' lookup."""
     if record.submitted_at is not None:
         return "queue"
     if record.role == "follower":

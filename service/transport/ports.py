@@ -88,7 +88,7 @@ def _with_port(address: str, port: int) -> str:
 
 def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
     """Returns sockets that hold the address for processes of this user to listen there together, and its port. A server
-    that listens there already is an error, though it might share. Raises PortTaken or BadSettings."""
+    that listens there already is an error. Raises PortTaken or BadSettings."""
     port, reserved = int(address.rpartition(":")[2]), list[socket.socket]()
     for family, where in _resolved(setting, address):
         try:
@@ -108,8 +108,8 @@ def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
 
 
 def _bind_shared(one: socket.socket, where: Any) -> None:
-    """Binds by SO_REUSEPORT. Sets SO_REUSEADDR only where a former server's connections are in TIME_WAIT, because it
-    would let another server reserve the port too until the relays listen."""
+    """SO_REUSEADDR is set only where a former server's connections are in TIME_WAIT: it would let another server
+    reserve the port too until the relays listen."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         one.bind(where)

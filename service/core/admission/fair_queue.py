@@ -77,15 +77,15 @@ class FairQueue:
             del self._lines[one.tenant]
 
     def ahead(self, tenant: str, priority: Priority) -> int:
-        """Returns how many would be served before a request that arrives now."""
+        """Returns how many would be served before a new request."""
         line = self._lines.get(tenant)
         own = 0 if line is None else line.above(priority)
         others = (min(own + 1, other.above(priority)) for other in self._lines.values() if other is not line)
         return own + sum(others)
 
     def longest(self, tenant: str, priority: Priority) -> Waiting | None:
-        """Returns the newest, lowest-priority generation of the tenant that has most waiting, if this tenant may evict
-        it; else the newest of this tenant's own background generations, if any."""
+        """Returns the newest, lowest-priority generation of the tenant with most waiting, if `tenant` may evict it;
+        else the newest of its own background generations, if any."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
         if most is None:
@@ -116,7 +116,7 @@ class FairQueue:
 
     @staticmethod
     def _turn(other: _Line, own: int, priority: Priority) -> float:
-        """The rank just before that which follows the other tenant's turn, after `own` requests."""
+        """The rank just before the other tenant's request number `own` + 2."""
         later = (one.rank for one in islice(other.waiting, own + 1, None) if one.priority <= priority)
         return next(later, float("inf")) - _JUST
 

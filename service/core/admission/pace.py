@@ -61,7 +61,7 @@ class Returns:
         self._last = 0.0  # of the latest hint, on the caller's clock
 
     def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
-        """Seconds, at most ten stays ahead, since not every caller retries."""
+        """Seconds, at most ten stays beyond `queue_time`, since not every caller retries."""
         latest = queue_time + _STAYS_AHEAD * stay
         self._last = max(self._last, now + queue_time - interval) + interval
         self._last = min(self._last, now + latest)

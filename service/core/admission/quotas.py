@@ -96,7 +96,7 @@ class Account:
         self._hold(-held)
 
     def release(self, held: float, taken: int) -> None:
-        """Releases what a request reserved beyond the `taken` tokens."""
+        """Releases what is left of an ended request's reserve, and learns from `taken`."""
         if taken:
             self._mean = smoothed(self._mean or 0.0, taken, first=self._mean is None)
         self._hold(-held)

@@ -40,12 +40,11 @@ class SharedQuota:
 
     @property
     def idle(self) -> bool:
-        """Whether forgetting it loses nothing."""
         return self._loan is None and self._timer is None and self._credit >= 0
 
     async def lacking(self, size: BucketSize, more: float) -> float:
         """Returns the tokens lacking for one more request; 0, too, where the store does not answer in time. The caller
-        must `expect` the request at once."""
+        must `expect` its tokens at once."""
         self._size = size
         self._spare = max(1.0, _SHARE * min(size.most, 60 * size.per_second))
         until = self._clock() + self._buckets.budget
@@ -88,7 +87,6 @@ class SharedQuota:
         return max(1.0, self._owed - room) if now < self._empty_until else None
 
     def _soon(self) -> None:
-        """Borrows, pays or gives back within a moment where that is worth it."""
         room = self._credit - self._expected
         if self._spare / 2 <= room <= 3 * self._spare or self._timer is not None or self._loan is not None:
             return  # as for nearly every token

@@ -55,8 +55,8 @@ class Generating:
 
 
 class EngineAnswer:
-    """Implements `cache.api.Generation`, and `AnswerSource` for a single reader. Holds an admission slot from its
-    beginning to its ending, closing or refusal."""
+    """Implements `cache.api.Generation`, and `AnswerSource` for a single reader. Holds an admission slot until
+    it ends."""
 
     def __init__(
         self,

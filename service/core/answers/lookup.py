@@ -76,7 +76,7 @@ class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gather(self) -> bool:
-        """Parts are as small as they were stored or shared."""
+        """Messages must gather parts that are as small as they were stored or shared."""
         return self.shared or self.hit is not None
 
 
@@ -88,8 +88,6 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class _Learner:
-    """Stores a generated answer off the request's path."""
-
     caches: AnswerCaches
     plan: CachePlan
     similar: SemanticLookup | None
@@ -150,7 +148,7 @@ class AnswerSources:
 
     async def look(self, request: Request, engine_request: GenerationRequest, origin: Origin) -> CacheFindings:
         """Takes no longer than the caches' budget and the embedder's milliseconds. The findings' engine request uses
-        the prefix cache, in the tenant's partition."""
+        the tenant's prefix cache."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:

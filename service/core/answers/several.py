@@ -17,7 +17,7 @@ _SEEDS = 1 << 64
 
 
 def sibling(request: GenerationRequest, number: int, siblings: int) -> GenerationRequest:
-    """The first equals that of a single answer."""
+    """The first sibling equals the request of a single answer."""
     sampling = replace(request.sampling, seed=(request.sampling.seed + number) % _SEEDS)
     return replace(
         request,
@@ -66,8 +66,6 @@ class _Numbered:
 
 
 class RepeatedOutlet:
-    """Sends every message once for each answer."""
-
     def __init__(self, outlet: Outlet, answers: int) -> None:
         self._outlet = outlet
         self._answers = answers

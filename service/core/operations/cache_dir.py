@@ -71,7 +71,6 @@ def prebuilt_dir(given: Path | None, environ: MutableMapping[str, str]) -> Itera
 
 
 def look_ahead(given: Path | None) -> Path | None:
-    """None where it does not exist. Raises UnsafeFolder."""
     path = None if given is None else Path(os.path.abspath(given))
     if path is not None and (unsafe := _unsafe_folder(path)):
         raise UnsafeFolder(f"prebuilt-dir: {unsafe}: code is loaded from there")
@@ -79,7 +78,6 @@ def look_ahead(given: Path | None) -> Path | None:
 
 
 def look(given: Path | None, environ: MutableMapping[str, str], *, make: bool = False) -> CacheDir:
-    """Chooses the folder. Raises UnsafeFolder."""
     path = given or _default(environ)
     if path is None:
         return CacheDir(None, f"neither XDG_CACHE_HOME nor HOME is set; {_ONCE}")

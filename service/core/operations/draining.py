@@ -1,5 +1,5 @@
 """Drains the server: health reports it at once, but callers learn of it late, so requests are admitted for `delay`
-seconds more. Then new requests are refused, and live ones end."""
+seconds more."""
 
 from __future__ import annotations
 
@@ -57,7 +57,6 @@ class Drain:
         self._undone.set()
 
     async def refused(self) -> None:
-        """Returns once new requests are refused."""
         await self._refuses.wait()
 
     async def over(self, within: float | None) -> int:

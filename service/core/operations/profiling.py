@@ -30,8 +30,7 @@ class Profiler:
         self._until: float | None = None  # the end of the one that is being taken
 
     async def take(self, seconds: float) -> tuple[ProcessProfile, ...]:
-        """Profiles all processes over the same time. Raises Overloaded where a profile is being taken. Cancelling ends
-        the sampling."""
+        """Raises Overloaded where a profile is being taken. Cancelling ends the sampling."""
         now = time.monotonic()
         if self._until is not None:
             raise Overloaded("a profile is being taken", Reason.PROFILE_RUNNING, max(1.0, self._until - now))

@@ -27,8 +27,6 @@ class Parsed(NamedTuple):
 
 
 class TextStage(Protocol):
-    """Takes what is no reasoning."""
-
     def feed(self, text: str) -> Parsed: ...
 
     def end(self) -> Parsed: ...

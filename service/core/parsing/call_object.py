@@ -25,7 +25,6 @@ class CallObject:
         self._seen = False  # arguments
 
     def step(self, char: str) -> JsonStep:
-        """Returns LAST with the closing brace."""
         if self._value is not None:
             return self._in_value(self._value, char)
         if char in _BLANK:

@@ -226,7 +226,6 @@ class CallParser:
         return True
 
     def _back(self) -> bool:
-        """Treats the character as text instead of a call."""
         self._revert()
         return False
 
@@ -243,7 +242,6 @@ class CallParser:
         return True
 
     def _blank(self) -> bool:
-        """Only blanks behind a call are withheld."""
         return self._read == self._between and not "".join(self._held).strip()
 
 

@@ -69,8 +69,8 @@ NO_FORMATS = AnswerFormats()
 
 
 def prompt_tail(formats: AnswerFormats, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
-    """Returns a prompt's end as parsers see it: a token without text counts where it is a marker, and ends what was
-    before elsewhere."""
+    """Returns a prompt's end as parsers see it: a token without text counts where it is a marker, and elsewhere ends
+    what was before."""
     tail: list[str] = []
     for token_id in ids[-_TAIL:]:
         if token_id in formats.marks:

@@ -1,10 +1,8 @@
-"""Converts text to token ids and back. Knows no gRPC and no engine.
+"""Converts text to token ids and back, as transformers does. Knows no gRPC and no engine.
 
-`Tokenizer` encodes and decodes as transformers does: special tokens in a text count, those of a chat are the template's
-own. `Detokenizer` makes a `Piece` of ids: `text` is whole characters, to be sent now; `stop`, where a stop string
-matched, ends it; `ids` of the pushed ids belong to the answer; `cuts` says where in the text each but the last ends.
-`continues`: the answer goes on from a text, so that a leading space is part of it. `processes.TextProcesses` does what
-is not short; it is not imported here, since the processes themselves import this.
+A `Piece` is whole characters, to be sent now, up to the `stop` string if one matched; `ids` of the pushed ids belong to
+the answer, and `cuts` says where in the text each but the last ends. `processes` is not imported here, since the text
+processes import this.
 """
 
 from __future__ import annotations

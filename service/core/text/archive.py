@@ -35,7 +35,7 @@ class Archive:
 
 
 class TokenizerArchive:
-    """Made in a thread at the first request, and kept: a few megabytes for a large vocabulary."""
+    """Made in a thread at the first request, and kept."""
 
     def __init__(self, folder: str | None, unchanged: Callable[[], bool], template: Path | None = None) -> None:
         """`unchanged`: whether the folder's files are still those that the server has read."""

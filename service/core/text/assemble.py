@@ -18,8 +18,8 @@ class Assembler(Protocol):
     def feed(self, token_id: int) -> tuple[str, str]: ...
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """Returns several ids' text and the length of each share; None, with nothing fed, unless all is ASCII and
-        nothing is withheld. Single steps cost several times as much."""
+        """Returns several ids' text and each share's length; None, with nothing fed, unless all is ASCII and nothing is
+        withheld. Single steps cost several times as much."""
 
     def flush(self) -> str:
         """Returns what was withheld, once no more ids come."""
@@ -103,7 +103,6 @@ class FallbackAssembler:
             return BROKEN * len(run)
 
     def _stripped(self, text: str) -> str:
-        """Strips the beginning of the whole text."""
         while self._strip and text:
             if text[0] != self._strip_char:
                 self._strip = 0

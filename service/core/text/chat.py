@@ -1,7 +1,7 @@
 """Renders chat templates: messages to the text that the model was trained on.
 
 A template is not trusted: it runs in Jinja's immutable sandbox with bounded output, and unless it is plain, only in
-text processes, which are bounded in time and memory. What users write is data to it and never compiled.
+text processes. What users write is data to it and never compiled.
 """
 
 from __future__ import annotations

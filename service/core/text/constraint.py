@@ -109,7 +109,6 @@ def _grammar(schema: str) -> str:
 
 
 def _located(schema: dict[str, Any], fault: str) -> str:
-    """Adds a JSON pointer to the innermost faulty part of the schema."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place, part, tried = "", schema, 0
     deeper = True
@@ -127,7 +126,6 @@ def _located(schema: dict[str, Any], fault: str) -> str:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the schemas directly below one, with pointer steps."""
     for name in _TABLES_BELOW:
         table = schema.get(name)
         for key, value in table.items() if isinstance(table, dict) else ():

@@ -41,7 +41,7 @@ class ChatMessage:
 
     @property
     def simple(self) -> bool:
-        """Only a role and a text."""
+        """Has only a role and a text."""
         return not (self.parts or self.name or self.tool_calls or self.tool_call_id or self.reasoning)
 
 
@@ -94,7 +94,7 @@ def is_object(text: str) -> bool:
 
 
 def count_objects(text: str) -> int | None:
-    """None unless it is a JSON list of objects."""
+    """None unless the text is a JSON list of objects."""
     try:
         return len(_read_objects(text))
     except (msgspec.DecodeError, RecursionError):

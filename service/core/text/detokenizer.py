@@ -1,7 +1,7 @@
 """Converts token ids to text that may be sent at once.
 
 Text is never taken back: half a character and a possible stop string wait. All pieces together are what the tokenizer
-makes of all ids at once. A token's cost does not grow with the answer.
+makes of all ids at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Stop strings that end before token number `min_tokens` are ordinary text."""
+    """`continues`: the answer goes on from a text, so that a leading space is part of it. Stop strings that end before
+    token number `min_tokens` are ordinary text."""
 
     def __init__(
         self,

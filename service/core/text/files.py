@@ -75,7 +75,6 @@ class ModelFiles:
         return name in self._within() if is_gguf(self.folder) else (self.folder / name).exists()
 
     def _within(self) -> Mapping[str, bytes]:
-        """Texts that the GGUF file replaces, by their names in a model folder."""
         try:
             return gguf_file(self.folder).texts
         except BadFile as error:
@@ -97,7 +96,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Defaults of generation_config.json; None where it has none."""
+    """None where generation_config.json has none."""
 
     do_sample: bool | None = None
     temperature: float | None = None

@@ -16,7 +16,6 @@ FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def _token(files: ModelFiles, value: object) -> AddedToken | None:
-    """Reads a text, or an object with flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False) if value else None
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -33,7 +32,6 @@ def _merged(files: ModelFiles, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, AddedToken]]:
-    """Tokens of `added_tokens_decoder` with their ids."""
     table = config.get("added_tokens_decoder") or {}
     declared = []
     try:
@@ -47,8 +45,7 @@ def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, Adde
 
 
 def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -> dict[str, str]:
-    """Makes the backend know the special tokens. Returns those with a role by the names that templates use
-    ("bos_token")."""
+    """Makes the backend know the special tokens. Returns those with a role, by templates' names ("bos_token")."""
     config = _merged(files, config)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     new: dict[str, tuple[int, AddedToken]] = {}

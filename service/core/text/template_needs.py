@@ -10,7 +10,7 @@ _KINDS = frozenset({"string", "iterable", "sequence", "mapping"})  # tests that 
 
 
 def mentions_tools(template: nodes.Template) -> bool:
-    """Otherwise tools would be left out in silence."""
+    """A template that does not would leave tools out in silence."""
     return any(name.name == _TOOLS and name.ctx == "load" for name in template.find_all(nodes.Name))
 
 
@@ -28,7 +28,6 @@ def looks_into_content(template: nodes.Template) -> bool:
 
 
 def _reads(node: nodes.Node, names: set[str]) -> bool:
-    """Whether a variable, attribute or key in the expression has one of the names."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr) and node.attr in names:

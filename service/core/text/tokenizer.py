@@ -207,7 +207,6 @@ class Tokenizer:
         return f"\ufdd0{number}\ufdd1"
 
     def _breaking(self, mark: str) -> Callable[[str], str]:
-        """Breaks every special token in a text after its first character."""
         special = self._special
         return lambda text: text if special is None else special.sub(lambda match: match[0] + mark, text)
 
@@ -230,7 +229,6 @@ def _others(sources: dict[str, str]) -> list[str]:
 def _read_templates(
     files: ModelFiles, config: dict[str, Any], special: dict[str, str], only_plain: bool
 ) -> tuple[dict[str, str], dict[str, ChatTemplate]]:
-    """Reads chat_template.jinja and the one for tools, or those of tokenizer_config.json, by name."""
     name = CONFIG
     try:
         written = {"default": TEMPLATE, "tool_use": TOOLS_TEMPLATE}

@@ -1,6 +1,5 @@
-"""Calls gRPC methods over HTTP: JSON in, lines of JSON out, and the method's own handler between them. The handler gets
-a Context like any other, so that a call from the page has the identity, rights, quotas and statuses of one over
-gRPC."""
+"""Calls gRPC methods over HTTP: JSON in, lines of JSON out. The method's handler gets a Context like any other, so that
+identity, rights, quotas and statuses are as over gRPC."""
 
 from __future__ import annotations
 
@@ -113,7 +112,6 @@ class HttpCall(ConsoleCredentials):
         return self._code
 
     async def read(self) -> object:
-        """Returns the message, once. Raises InvalidRequest."""
         if not self._unread:
             return None
         return parsed(self._route.request, await self.body())
@@ -226,7 +224,6 @@ def parsed(kind: type[Message], body: bytes) -> bytes:
 
 
 def _values(tree: object) -> Iterator[object]:
-    """Yields all values in a tree, at most one more than the limit."""
     todo, count = [tree], 0
     while todo and count <= MAX_VALUES:
         value = todo.pop()

@@ -1,8 +1,7 @@
 """Routes the console's paths, and refuses requests before any work is done for them.
 
-Another site's page can make a browser send requests here, but not with a header of ours; a host name of its own that
-leads here (DNS rebinding) shows in the request. So each request that reads or changes anything must carry HEADER, come
-from our own origin, and name a host that is ours.
+Another site can make a browser send requests here, but not with a header of ours, and a host name of its own (DNS
+rebinding) shows. So each request must carry HEADER, come from our own origin, and name a host that is ours.
 """
 
 from __future__ import annotations
@@ -95,7 +94,6 @@ class Console:
             return None
 
     def _check_connection(self, exchange: Exchange) -> None:
-        """Raises RequestRefused unless the request came from the console's own page."""
         request = exchange.request
         host = request.headers.get("host", "")
         if not self._is_ours(host):
@@ -129,7 +127,7 @@ def _check_method(request: RequestHead, *methods: str) -> None:
 
 
 def _check_script(request: RequestHead) -> None:
-    """Raises RequestRefused unless our own page's script, or a program that is no browser, sends the request."""
+    """Accepts our own page's script, and programs that are no browser."""
     headers: Mapping[str, str] = request.headers
     origin = headers.get("origin")
     if HEADER not in headers:

@@ -45,7 +45,6 @@ class ConsoleState:
         return self._made[rights]
 
     def response(self, rights: Rights) -> bytes:
-        """Keeps the connection for the next poll."""
         body = self.json(rights)
         if rights not in self._responses:
             self._responses[rights] = response(200, JSON, body, headers={**SAFE, **KEPT})

@@ -20,7 +20,6 @@ def whole(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.Mo
 
 
 def piece(message: AnswerMessage, question: ParsedInference) -> pb.ModelStreamInferResponse:
-    """Part of an answer, or all of it."""
     response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
@@ -42,7 +41,6 @@ def _response(messages: Sequence[AnswerMessage], question: ParsedInference) -> p
 
 
 def failed(request_id: str, message: str) -> pb.ModelStreamInferResponse:
-    """The last message for a failed request of a stream."""
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request_id))
 
 

@@ -74,13 +74,12 @@ class OpenInferenceServicer:
         return outlet.response
 
     async def stream_infer(self, call: Call) -> None:
-        """Reads a request once the one before is answered. Each has its own record, beside the stream's."""
+        """Each request has its own record, beside the stream's."""
         with Writer(call.context, self._watch, call.origin.record) as writer:
             while await self._next(call, writer):
                 pass
 
     async def _next(self, call: Call, writer: Writer) -> bool:
-        """Reads and answers a request; False after the last."""
         with self._inbox.open(call.context, call.origin.tenant) as incoming:
             data = await incoming.next()
             if data is None:

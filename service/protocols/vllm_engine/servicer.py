@@ -22,8 +22,6 @@ _PIECE = 64 * 1024  # bytes of an archive in one message
 
 
 class _Outlet:
-    """Writes chunks and an end, or the end alone."""
-
     def __init__(self, writer: Writer, question: ParsedGenerate) -> None:
         self._writer = writer
         self._question = question

@@ -24,7 +24,6 @@ _KINDS = {
 
 
 def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
-    """The optimisation's name, and whether to turn it on."""
     found = Violations()
     if not message.name:
         found.add("name", "must not be empty")

@@ -131,7 +131,7 @@ def put_sampling(into: pb.SamplingOptions, params: SamplingParams) -> None:
 
 
 def model(described: ModelDescription) -> model_pb2.Model:
-    """A default for the seed would mean nothing."""
+    """Has no default for the seed, which would mean nothing."""
     facts, info = described.facts, described.info
     message = model_pb2.Model(
         name=facts.name,

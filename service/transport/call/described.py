@@ -1,5 +1,5 @@
-"""Describes a port's services for reflection, comments and JSON names included. Stubs have neither, so the contract's
-files come from a set made beside the stubs; gRPC's own come from the process's pool."""
+"""Describes a port's services for reflection. Stubs lack comments and JSON names, so the contract's files come from a
+set made beside the stubs; gRPC's own come from the process's pool."""
 
 from __future__ import annotations
 

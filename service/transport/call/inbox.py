@@ -1,8 +1,8 @@
 """Bounds incoming messages: no message is read before its caller is known, and what is read is bounded in bytes.
 
-gRPC accepts a first window of 64 KiB unasked; the rest, of unknown size, arrives only while a read is posted. So a read
-reserves the largest message, and readers may reserve half of `live_bytes`; the other half is for messages being
-answered. Senders take turns. A read that has lasted `_PATIENCE` loses its turn where another call waits for it.
+Beyond a first window of 64 KiB, a message of unknown size arrives only while a read is posted. So a read reserves the
+largest message, and readers may reserve half of `live_bytes`; the other half is for messages being answered. Senders
+take turns. A read that has lasted `_PATIENCE` loses its turn where another call waits.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Incoming:
         return found
 
     async def _read_into(self, came: asyncio.Future[object]) -> None:
-        """Runs gRPC's read, which is never cancelled: it would not release a message that arrives nonetheless. It ends
-        with the call. A future beside a task costs a tenth of a shield within a timeout."""
+        """Runs gRPC's read, which is never cancelled: it would not release a message that arrives nonetheless. A future
+        beside a task costs a tenth of a shield within a timeout."""
         try:
             found: object = await self._context.read()
         except Exception as error:
@@ -198,9 +198,8 @@ class Inbox:
             self.busy.end(one.peer)
 
     async def drain(self, context: Context) -> None:
-        """Discards what the caller of a refused call still sends, since a grpc.aio client that is writing when its call
-        ends reports INTERNAL instead of the status. Ends when the caller half-closes or pauses, or at a bound of time,
-        bytes or draining calls."""
+        """Discards what a refused call still sends, since a grpc.aio client that is writing when its call ends reports
+        INTERNAL instead of the status. Ends when the caller half-closes or pauses, or at a bound."""
         if self._draining >= _DRAINS[1]:
             return
         self._draining += 1
@@ -279,7 +278,6 @@ class Inbox:
                 del self._waiting[one.sender]
 
     def _give_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gives each waiting sender one turn, repeatedly while there is room."""
         given = True
         while given and len(self._reading) < self._readers:
             given = False
@@ -294,7 +292,6 @@ class Inbox:
                     given = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Polls slow readers while any call waits."""
         if self._timer is None and self._waiting_count:
             self._timer = loop.call_later(_PATIENCE / 4, self._interrupt_slow, loop)
 

@@ -1,7 +1,7 @@
 """Wraps every RPC: identifies the caller, reads its message, bounds the answer, and maps exceptions to statuses.
 
-gRPC's handlers of one message read it before any code of ours. So all ours are registered as taking a stream, which
-looks the same on the wire: the caller is known first, and reading waits for its turn.
+All methods are registered as taking a stream, since gRPC reads one message before any code of ours: so the caller is
+known first, and reading waits for its turn.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class Endpoints:
         return Method(handle, streams=False)
 
     def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all, *, many: bool = False) -> Method:
-        """The body writes its responses to the context. `many`: callers send a stream of messages, which is drained
-        before an error ends the call."""
+        """`many`: callers send a stream of messages, which is drained before an error ends the call."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:

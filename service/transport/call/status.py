@@ -57,8 +57,8 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
 
 @lru_cache(_KEPT)
 def _overload(message: str, reason: Reason, retry_after: float) -> RpcFailure:
-    """Cached: a flood has thousands a second, few of them different, and allocations kept from it would hold on to the
-    memory around them."""
+    """Cached, because a flood has thousands a second, and allocations kept from it would hold on to the memory around
+    them."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 

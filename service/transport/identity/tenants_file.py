@@ -84,10 +84,8 @@ def read_tenants(path: Path) -> TenantPolicies:
 
 
 def _tree(text: str) -> object:
-    """Parses the first document: mappings, texts, whole numbers and truth values; None for every other value.
-
-    Goes from event to event, since the library's reader would block other threads. Raises YAMLError.
-    """
+    """Parses mappings, texts, whole numbers and truth values; None for every other value. Goes from event to event,
+    since the library's reader would block other threads. Raises YAMLError."""
     events = give_way(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
 
@@ -152,7 +150,6 @@ def _count(entry: Mapping[str | None, object], name: str, most: int, where: str)
 
 
 def quotas_of(path: Path | None, caches: AnswerCaches, refusals: Counter[str]) -> Quotas:
-    """Uses the Redis of the caches. Raises BadSettings."""
     if path is None:
         return Quotas(refusals=refusals)
     file = TenantsFile(path, lambda outcome: caches.counters.count("tenants_file", outcome))

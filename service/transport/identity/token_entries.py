@@ -108,10 +108,8 @@ class _Time:
 
 
 def _items(text: str) -> Iterator[object]:
-    """Yields the items of the document's list: lists, mappings, texts and times; None for every other value.
-
-    Goes from event to event, since the library's reader would block other threads. Raises YAMLError or _NoList.
-    """
+    """Yields lists, mappings, texts and times; None for every other value. Goes from event to event, since the
+    library's reader would block other threads. Raises YAMLError or _NoList."""
     events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
 
@@ -146,8 +144,6 @@ _KNOWN = {right.value: right for right in Right}
 
 
 class _EntryReader:
-    """Reads one entry. Raises BadSettings."""
-
     def __init__(self, where: str, number: int) -> None:
         self.where = where
         self._number = number

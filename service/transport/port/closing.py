@@ -1,9 +1,8 @@
 """Closes a port without a call that ends badly.
 
-A gRPC server that shuts down sends GOAWAY, and drops as CANCELLED, which no client retries, any call that arrives
-before the client has received it. So new calls are first kept waiting, until clients that wait for answers, or have as
-many calls as HTTP/2 allows, call no more. Then GOAWAY is sent, and behind it the refusal with a retry hint, so that the
-next call makes a new connection. Running calls go on.
+A gRPC server that shuts down sends GOAWAY, and drops as CANCELLED, which no client retries, calls that arrive before
+the client has it. So new calls are first kept waiting, until clients send no more. Then GOAWAY is sent, and behind it
+the refusal with a retry hint, so that the next call makes a new connection. Running calls go on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _Body = Callable[[object, object], Awaitable[bytes | None]]  # of a method: its 
 
 
 class Gate(_GenericHandler):
-    """Stands before every method of a port. As an interceptor of gRPC's it would cost each call three coroutines; so it
+    """Stands before every method of a port. An interceptor of gRPC's would cost each call three coroutines; so this
     looks methods up, and gives out those that wait only while it is closed."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
@@ -58,8 +57,8 @@ class Gate(_GenericHandler):
         return None
 
     def leave(self, server: Stoppable) -> asyncio.Task[None]:
-        """Stops accepting connections and sends clients elsewhere, once every handler refuses new calls; running calls
-        go on. The task ends once all clients have been notified."""
+        """Stops accepting connections and sends clients elsewhere, once every handler refuses new calls. The task ends
+        once all clients have been notified."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(server))
         return self._leaving
@@ -106,7 +105,6 @@ class Gate(_GenericHandler):
         self._limit = None
 
     async def _another(self) -> bool:
-        """Whether a call arrives before the port has been quiet for long enough."""
         self._came.clear()
         try:
             async with asyncio.timeout(_QUIET):

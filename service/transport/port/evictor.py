@@ -1,9 +1,8 @@
 """Evicts idle connections where a gRPC port of this process has more than its bound.
 
-At its limit gRPC can only refuse the newest connection, so that silent connections would block the port. So gRPC is
-allowed more (`http2.PortBounds.spare`), and a thread, which no flood delays, shuts down those sockets among the
-process's descriptors that `surplus` chooses: to gRPC, the client has disconnected. Below TLS and HTTP/2, an unfinished
-handshake counts as an idle connection.
+At its limit gRPC can only refuse the newest connection, so that silent ones would block the port. So it is allowed more
+(`http2.PortBounds.spare`), and a thread, which no flood delays, shuts down the sockets that `surplus` chooses: to gRPC,
+the client has disconnected. An unfinished handshake counts as idle.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class _BoundedPort:
 
 
 class Evictor:
-    """Keeps the registered ports of this process within their bounds. Tests call `look` instead of `start`."""
+    """Tests call `look` instead of `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -72,7 +71,6 @@ class Evictor:
         self._thread: threading.Thread | None = None
 
     def watch(self, port: int, bounds: PortBounds, busy: BusyPeers) -> None:
-        """Enforces the bound of a port from the next poll on."""
         self._ports = {**self._ports, port: _BoundedPort(bounds.connections, bounds.spare, busy)}
         self._others = set()
 
@@ -102,14 +100,12 @@ class Evictor:
             time.sleep(_EVERY_CROWDED if evicted else _EVERY)
 
     def _log_failure(self) -> None:
-        """Logs the current exception, at most once in _LOG_EVERY seconds."""
         now = self._clock()
         if now - self._failure_logged >= _LOG_EVERY:
             self._failure_logged = now
             _log.exception("connections could not be looked at")
 
     def _find(self, now: float) -> None:
-        """Updates each port's connections from the process's descriptors."""
         for bounded in self._ports.values():
             bounded.connections = []
         known, others = {}, set()
@@ -144,9 +140,8 @@ class Evictor:
         return len(leaving)
 
     def _surplus(self, bounded: _BoundedPort, now: float) -> list[Connection]:
-        """Prefers connections that have been idle for _SETTLED seconds: a new one gets that long to make its first
-        call, and evicted clients reconnect no more often. Where that leaves more than half of the spare in use, takes
-        any."""
+        """Prefers connections idle for _SETTLED seconds: a new one gets that long to make its first call. Where that
+        leaves more than half of the spare in use, takes any."""
         idle = [(one, bounded.busy.idle_since(one.peer, one.accepted)) for one in bounded.connections]
         for one, since in idle:
             one.idle_since = None if since is None or now - since < _SETTLED else since
@@ -173,8 +168,8 @@ def _sockets() -> Iterator[tuple[int, Inode]]:
 
 
 def _ends(fd: int) -> tuple[int, str, Host] | None:
-    """Returns the local port, and gRPC's name and the host of the peer. None where the socket is not connected; port 0
-    where it is no internet socket."""
+    """Returns the local port, and the peer's gRPC name and host. None where the socket is not connected; port 0 where
+    it is no internet socket."""
     one = None
     try:
         one = socket.socket(fileno=fd)
@@ -201,8 +196,8 @@ def _name(address: str, port: int, scope: int) -> str:
 
 
 def _shut(one: Connection) -> None:
-    """Works on a duplicate and compares its inode, since gRPC may close the descriptor at any time and the process
-    reuse its number."""
+    """Works on a duplicate and compares its inode, since gRPC may close the descriptor and the process reuse its
+    number."""
     with contextlib.suppress(OSError):  # the connection was closed meanwhile
         fd = os.dup(one.fd)
         with contextlib.closing(socket.socket(fileno=fd)) as own:

@@ -37,12 +37,12 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 class FileWatch:
-    """Reads changed files in a thread, so that no caller waits or meets what is wrong with them. Looks through links: a
-    folder that Kubernetes swaps is a change."""
+    """Reads changed files in a thread, so that no caller waits for that. Looks through links: a folder that Kubernetes
+    swaps is a change."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], None], remind: Callable[[], None]) -> None:
-        """Made before the first reading, and `start`ed after it. `read` applies the files or raises BadSettings;
-        `remind`, called after each reading and every day, warns of what will soon expire."""
+        """Made before the first reading, and `start`ed after it. `read` raises BadSettings; `remind`, called after each
+        reading and every day, warns of expiry."""
         self.failures = 0  # readings that have put nothing into force
         self._name = name
         self._paths = tuple(paths)
@@ -55,7 +55,6 @@ class FileWatch:
         threading.Thread(target=self._follow, name=self._name, daemon=True).start()
 
     def ask(self) -> None:
-        """Files need not look changed."""
         self._asked.set()
 
     def _follow(self) -> None:
@@ -73,7 +72,7 @@ class FileWatch:
                 reminded = time.monotonic()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        """Whether the work succeeded. An unexpected error must not end the thread."""
+        """An unexpected error must not end the thread."""
         try:
             work()
             return True

@@ -29,7 +29,6 @@ class Health:
     def __init__(
         self, ready: Callable[[], bool], alive: Callable[[], bool], generating: Collection[str] = (GENERATION,)
     ) -> None:
-        """`generating`: the services that are SERVING while requests are accepted."""
         self._ready = ready
         self._alive = alive
         self._generating = generating
@@ -38,8 +37,6 @@ class Health:
         self._closed = False
 
     def handlers(self, inbox: Inbox, observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """The port has this inbox; several servers may share the service."""
-
         async def check(record: RecordBuilder, context: Context) -> bytes:
             return await self._check(await self._name(inbox, record, context), context)
 

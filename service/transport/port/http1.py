@@ -70,8 +70,6 @@ def parse_head(head: bytes) -> RequestHead:
 
 
 class Exchange:
-    """A request and the connection for its response."""
-
     def __init__(
         self,
         request: RequestHead,
@@ -126,10 +124,10 @@ class Exchange:
 
 class Hold(Protocol):
     def take(self) -> bool:
-        """Whether a place was free."""
+        pass
 
     def end(self) -> None:
-        """Bounds the connection in time again."""
+        pass
 
 
 class Site(Protocol):
@@ -153,7 +151,6 @@ def head(status: int, headers: Mapping[str, str]) -> bytes:
 
 
 def _names(certificate: Mapping[str, object]) -> Mapping[str, Iterable[bytes]]:
-    """Alternative names of a verified certificate, under gRPC's keys."""
     found: dict[str, list[bytes]] = {}
     alternative = certificate.get("subjectAltName", ())
     assert isinstance(alternative, tuple)

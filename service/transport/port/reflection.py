@@ -1,5 +1,5 @@
-"""Serves grpc.reflection.v1 and v1alpha, which differ in name alone, without tokens. Messages are read as on other
-services: they are bounded, and malformed ones end the call with a status."""
+"""Serves grpc.reflection.v1 and v1alpha, which differ in name alone, without tokens. Messages are bounded as on other
+services, and malformed ones end the call with a status."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Chooses the connections to close where a port has too many, purely: without sockets or clocks.
-
-A port accepts some connections beyond its bound, so that an idle one can be closed for each new one. A connection is
-busy, and never chosen, while it has a call whose message was read.
-"""
+"""Chooses the connections to close where a port has too many, without sockets or clocks. A connection is busy, and
+never chosen, while it has a call whose message was read."""
 
 from __future__ import annotations
 
@@ -92,13 +89,12 @@ class _Idle(Generic[_Held]):
         return sum(self.counts.values())
 
     def take(self, host: Host) -> None:
-        """Takes the longest idle connection of an address, if any."""
         if mine := self._idle.get(host):
             self.taken.append(mine.popleft()[2])
             self.counts[host] -= 1
 
     def take_crowded(self, number: int, *, local: bool) -> None:
-        """Takes up to `number` connections, each from the address that then has the most idle ones. `local` includes
+        """Takes up to `number` connections, each from the address that then has most idle ones. `local` includes
         loopback addresses."""
         crowds = [self._rank(host) for host, mine in self._idle.items() if mine and (local or not host.local)]
         heapq.heapify(crowds)
@@ -110,8 +106,7 @@ class _Idle(Generic[_Held]):
                 heapq.heappush(crowds, self._rank(host))
 
     def _rank(self, host: Host) -> tuple[int, float, str, bool, Host]:
-        """The first to lose a connection is smallest: by its idle connections, then by how long one has been idle. Name
-        and `local`, which no two hosts share, break ties."""
+        """The first to lose a connection is smallest: by its idle connections, then by how long one has been idle."""
         mine = self._idle[host]
         return -len(mine), mine[0][0], host.name, host.local, host
 

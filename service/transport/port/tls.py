@@ -55,8 +55,7 @@ class Certificates:
     while the old one is."""
 
     def __init__(self, tls: TlsOptions, clock: Callable[[], float] = time.time) -> None:
-        """Raises BadSettings. An expired pair is served and logged: callers check it themselves, and a new one is used
-        as soon as it is written."""
+        """Raises BadSettings. An expired pair is served and logged: callers check it themselves."""
         self._tls = tls
         self._clock = clock
         self._subscribers: list[Callable[[], object]] = []
@@ -95,7 +94,6 @@ class Certificates:
         return self._watch.failures
 
     def reload(self) -> None:
-        """Files need not look changed."""
         self._watch.ask()
 
     def _read_again(self) -> None:

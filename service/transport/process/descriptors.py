@@ -23,8 +23,8 @@ class ConnectionDivision(NamedTuple):
 
 
 def divide(wanted: int) -> ConnectionDivision:
-    """Grants the data port the `wanted` connections, or what the limit of descriptors has room for. Raises the soft
-    limit as far as the hard limit and _ENOUGH allow."""
+    """Grants the data port the `wanted` connections, or what the soft limit has room for, raised as far as the hard
+    limit and _ENOUGH allow."""
     least, most_spare = _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

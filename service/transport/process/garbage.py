@@ -1,9 +1,6 @@
-"""Schedules Python's cycle collection: when no call waits, and otherwise rarely.
-
-Python would examine nearly all that hundreds of live streams have, 10 to 70 ms, several times a second, in which no
-call is answered (docs/measurements/front.md). New objects alone are collected more often: in a flood beside one live
-stream, gRPC's three objects of each call would otherwise take 32 MiB, which Python never gives back.
-"""
+"""Schedules Python's cycle collection: when no call waits, and otherwise rarely. By default it takes 10 to 70 ms
+several times a second with hundreds of live streams (docs/measurements/front.md). New objects are collected more often:
+gRPC's three objects of each call in a flood would otherwise take 32 MiB, which Python never gives back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Returns freed memory to the system.
-
-The C library keeps what was freed, in up to eight heaps a core, and after one large message takes the next from there,
-too: a process would stay as large as a flood made it. Threads keep small pieces that no trimming reaches, which only
-the process's environment can prevent.
-"""
+"""Returns freed memory to the system. The C library keeps it, in up to eight heaps a core: a process would stay as
+large as a flood made it. Threads keep small pieces that no trimming reaches; only the process's environment prevents
+that."""
 
 from __future__ import annotations
 

@@ -166,7 +166,6 @@ class RelayedCalls:
                 task.cancel()
 
     def lose(self) -> None:
-        """Ends all calls, since the relay has gone."""
         for call, task in self._calls.values():
             call.gone(late=False)
             task.cancel()

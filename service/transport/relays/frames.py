@@ -35,8 +35,6 @@ class Message(msgspec.Struct, array_like=True, tag=1):
 
 
 class WriteAccepted(msgspec.Struct, array_like=True, tag=2):
-    """The next write may follow."""
-
     call: int
 
 
@@ -52,7 +50,7 @@ class Listening(msgspec.Struct, array_like=True, tag=4):
 
 
 class TurnedAway(msgspec.Struct, array_like=True, tag=5):
-    """Counts further calls that the relay refused because the front was too far behind."""
+    """Counts further calls refused because the front was too far behind."""
 
     calls: int
 
@@ -66,8 +64,6 @@ class Alive(msgspec.Struct, array_like=True, tag=7):
 
 
 class Listen(msgspec.Struct, array_like=True, tag=0):
-    """The first message: the relay is to listen."""
-
     address: str
     bounds: PortBounds
     identification: Identification | None  # None: plaintext

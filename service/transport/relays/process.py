@@ -1,5 +1,5 @@
-"""Runs one relay: `python -m service.transport.relays.process --fd N …`. The front is at the other end of the socket N,
-and a relay ends when that does."""
+"""Runs one relay: `python -m service.transport.relays.process --fd N …`, with the front at the other end of the socket
+N."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _RelayCall:
 
     def __init__(self, number: int, context: _Context, link: RelayLink[Order], busy: BusyPeers | None) -> None:
         """`busy` counts the connection as busy from the first message on. None: the call needs no token, so it must not
-        keep its connection from being evicted."""
+        keep its connection."""
         self._number = number
         self._context = context
         self._link = link
@@ -95,7 +95,6 @@ class _RelayCall:
             self._more.set_result(None)
 
     async def serve(self) -> None:
-        """Serves until the front has ended the call."""
         context = self._context
         while True:
             while not self._orders:
@@ -210,7 +209,6 @@ class RelayCalls(_GenericHandler):
 
 
 async def abort(context: _Context, refusal: CallRefusal) -> None:
-    """Raises what gRPC raises."""
     try:
         await context.abort(_CODES[refusal.code], refusal.details, tuple(refusal.trailers))
     except grpc.aio.AbortError as aborted:

@@ -167,8 +167,7 @@ class Relays:
         counts: RelayCounts,
         reserved: Sequence[socket.socket],
     ) -> None:
-        """`handlers` has one for every method. `certificates`: None for plaintext. `reserved` sockets are bound to the
-        address, and closed in the end."""
+        """`certificates`: None for plaintext. `reserved` sockets are bound to the address, and closed in the end."""
         self._relays = relays
         self._address = address
         self._bounds = bounds
@@ -207,7 +206,6 @@ class Relays:
             one.close()
 
     def _show(self) -> None:
-        """Sends the current certificate to all relays, for new connections."""
         assert self._certificates is not None
         for relay in self._alive:
             relay.send(UseIdentification(self._certificates.current()))
@@ -236,7 +234,6 @@ class Relays:
             relay = await self._follow(await relay.end())
 
     async def _follow(self, how: str) -> _Relay:
-        """Replaces a relay that ended as `how` describes."""
         delay, most = _BACKOFF
         while True:
             self._counts.processes["deaths"] += 1

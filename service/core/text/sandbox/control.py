@@ -1,8 +1,6 @@
-"""Defines the messages between the front and its text processes.
-
-The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `ForkWorker`. A
-worker has a stream socket: header and payload one way, header and result the other, one job at a time.
-"""
+"""Defines the messages between the front and its text processes. The fork server has a seqpacket socket of msgpack
+messages, a new worker's socket beside `ForkWorker`; a worker has a stream socket for one job at a time, a header before
+each payload and result."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ FAILED = 2  # the exception's name, for the log
 
 
 class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The first message to the fork server. A kind names its function: "module:function"."""
+    """A kind names its function: "module:function"."""
 
     model: str | None  # folder; None: bytes are tokens
     kinds: tuple[str, ...]
@@ -36,8 +34,6 @@ class ForkWorker(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class KillWorker(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Kills a worker; `WorkerEnded` follows."""
-
     key: int
 
 

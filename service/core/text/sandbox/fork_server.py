@@ -1,5 +1,4 @@
-"""Loads the tokenizer once and forks text processes that share it. `python -m service.core.text.sandbox.fork_server
---fd N`.
+"""Loads the tokenizer once and forks text processes that share it.
 
 The fork server runs no job and no thread, so that a fork is sound. It ends when the front's socket closes, and its
 workers with it.
@@ -111,7 +110,6 @@ class _Worker:
         self._jobs = jobs
 
     def run(self) -> None:
-        """Runs until the front closes the socket."""
         while head := self._read(HEADER.size):
             kind, size = HEADER.unpack(head)
             outcome, result = self._do(self._jobs[kind], self._read(size))

@@ -78,14 +78,11 @@ class Worker:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Closes the socket once neither side uses it."""
         if self.ended.done() and not self._busy:
             self._socket.close()
 
 
 class ForkServerSupervisor:
-    """Runs the fork server and restarts it."""
-
     def __init__(self, configure: ConfigureSandbox) -> None:
         self._configure = configure
         self._process: subprocess.Popen[bytes] | None = None
@@ -157,7 +154,6 @@ class ForkServerSupervisor:
         return f"{problem}; copy it again from where the model came from"
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """Runs one fork server to its end and returns how it ended. Raises InvalidModel."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             process = self._process = _launch(theirs.fileno())

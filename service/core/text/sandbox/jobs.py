@@ -1,5 +1,5 @@
-"""Defines one function per kind of job, from the model's tokenizer and a payload to bytes. It raises JobRefused where
-the caller's input is at fault."""
+"""Defines one function per kind of job: tokenizer and payload to bytes. It raises JobRefused where the caller's input
+is at fault."""
 
 from __future__ import annotations
 

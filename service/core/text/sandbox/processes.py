@@ -1,10 +1,8 @@
-"""Runs tokenizing, chat templates and other parsing of callers' bytes beside the event loop, under limits of time and
-memory.
+"""Runs jobs on callers' bytes beside the event loop, under limits of time and memory.
 
-To add a kind of job: write a function as in `jobs` in a module that imports neither gRPC nor torch, add it to
-`jobs.KINDS`, and call `run`. Small jobs have processes of their own, so that they never wait behind a large one. A
-process runs one job at a time; it is killed and replaced where the job takes too much, or its caller has gone and it
-does not end within a moment.
+To add a kind: write a function as in `jobs` in a module that imports neither gRPC nor torch, add it to `jobs.KINDS`,
+and call `run`. Small jobs have processes of their own, so that they never wait behind a large one. A process is killed
+where a job takes too much, or its caller has gone and it does not end within a moment.
 """
 
 from __future__ import annotations
@@ -40,8 +38,6 @@ class JobDied(JobFailed):
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Limits of one kind's processes and queue."""
-
     processes: int
     seconds: float  # a job
     memory: int  # bytes a process, beyond the tokenizer
@@ -90,7 +86,7 @@ class TextProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The fork server's; its children are the workers."""
+        """The fork server's pid; its children are the workers."""
         return self._server.pids
 
     async def start(self) -> None:
@@ -99,11 +95,9 @@ class TextProcesses:
         await asyncio.gather(self._small.warm(), self._large.warm())
 
     async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
-        """Senders take turns. `deadline` is on the clock of time.monotonic; a cancelled job is abandoned.
-
-        Raises JobRefused where the input is at fault, excessive time or memory included; Overloaded, DeadlineExceeded,
-        EngineUnavailable, or JobFailed.
-        """
+        """Senders take turns. `deadline` is on the clock of time.monotonic; a cancelled job is abandoned. Raises
+        JobRefused (excessive time or memory included), Overloaded, DeadlineExceeded, EngineUnavailable, or
+        JobFailed."""
         pool = self._small if len(payload) <= SMALL else self._large
         if kind == _APART:
             pool = self._constraints
@@ -114,8 +108,6 @@ class TextProcesses:
 
 
 class _Pool:
-    """One kind's processes and their queue."""
-
     def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
         self._limits = limits
@@ -126,7 +118,6 @@ class _Pool:
         self._idle: list[Worker] = []
 
     async def warm(self) -> None:
-        """Forks before the first job."""
         self._idle.append(await self._server.fork(self._limits.memory))
 
     async def run(self, kind: int, payload: bytes, deadline: float | None, sender: str) -> bytes:
