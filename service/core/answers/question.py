@@ -53,7 +53,7 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
 
 def turn_of(request: Request, question: Question, caller: str, requested: bool) -> SemanticTurn | None:
     """Returns the last user turn with the messages before it. Plain text is a turn only where the caller asked for the
-    semantic cache by name, and its last sign or space must be equal."""
+    semantic cache by name; its last sign or space must be equal, since a continuation depends on it."""
     prompt = request.prompt
     if request.constraint is not None:  # what it shapes answers no other words
         return None

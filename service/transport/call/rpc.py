@@ -153,7 +153,7 @@ def service(name: str, methods: Mapping[str, Method], observers: Observers) -> g
 
 
 class UnknownMethods(_GenericHandler):
-    """Refuses, as gRPC would, and observes methods that no service of a port has."""
+    """Refuses methods that no service of a port has, as gRPC would, and observes them."""
 
     def __init__(self, inbox: Inbox, observers: Observers) -> None:
         async def refuse(record: RecordBuilder, context: Context) -> bytes:

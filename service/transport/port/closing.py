@@ -64,7 +64,7 @@ class Gate(_GenericHandler):
         return self._leaving
 
     def hurry(self) -> None:
-        """Closes quickly: leaving matters more than how calls end."""
+        """Leaving matters more than how calls end."""
         self._patience = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0.0)
