@@ -51,7 +51,7 @@ _Held = TypeVar("_Held", bound=Held)
 def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
     """Returns the connections to close, in order; fewer where too many are busy.
 
-    At most `bound` are left, of which one address has at most three quarters, and other machines together seven eighths.
+    At most `bound` are left: one address has at most three quarters, and other machines together seven eighths.
     The address with the most idle connections loses one first: the one that has been idle longest.
     """
     ordered = _Idle(held)
