@@ -1,5 +1,5 @@
-"""Steps of up to eight rows as captured graphs that copy nothing, launched ahead of their tokens. Up to sixteen rows
-are two such steps in turns."""
+"""Steps of up to eight rows as captured graphs, launched ahead of their tokens; up to sixteen rows are two such steps
+in turns."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ Choice = tuple[bool, bool]  # whether rows need the sampling stages, and whether
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The memory of a bucket's rows."""
-
     buffers: StepBuffers
     state: StateBlock
     start: Launch
@@ -101,7 +99,6 @@ class RowSteps(ABC):
         return found
 
     def _made(self, buffers: StepBuffers, state: StateBlock) -> Bucket:
-        """Raises BuildError."""
         masks = None
         if self.masked:
             masks = TokenMasks(buffers.batch, self._weights.head.rows, self._weights.table.device)
@@ -170,7 +167,7 @@ class CapturedSteps(RowSteps):
         self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
     def build(self, sizes: Rows[int]) -> None:
-        """Makes the steps of these buckets. Raises BuildError."""
+        """Raises BuildError where a kernel cannot be had."""
         for size in sizes:
             self._bucket(size)
 
@@ -190,7 +187,7 @@ class CapturedSteps(RowSteps):
         return made
 
     def settle(self) -> None:
-        """Moves the vectors of one row's step to where it is fastest; while no page is in use. Raises BuildError."""
+        """Moves the vectors of one row's step to where it is fastest. No page may be in use."""
         gc.collect()  # as for `warmup`
         size = self.sizes[0]
         here = self._bucket(size)
@@ -244,7 +241,6 @@ class CapturedSteps(RowSteps):
         return float(begin.elapsed_time(end)) / 1e3 / many
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues steps of all rows."""
         self._poller.launched()
         options = launch.options
         two_pass = options.two_pass_head and self._two_pass and self._within_top == self._draws
@@ -253,7 +249,6 @@ class CapturedSteps(RowSteps):
 
 
 def why_not(parts: Parts) -> str | None:
-    """Why it cannot serve this model here, or None."""
     objection = no_gpu(parts)
     if objection is not None:
         return objection
@@ -263,14 +258,11 @@ def why_not(parts: Parts) -> str | None:
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     device = CapturedSteps(parts.kernels, parts.step_weights[0], parts.max_context, parts.max_sequences)
     device.build(device.sizes)
 
 
 class GraphDecode:
-    """Decodes rows of one token. An `Executor`."""
-
     lookahead_tokens = 2 * AHEAD - 1
     max_tokens_per_row = 2 * AHEAD
 
@@ -287,7 +279,6 @@ class GraphDecode:
         self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles, captures, and measures what a step costs."""
         with torch.inference_mode():
             self._devices[0].settle()
             for device in self._devices:
@@ -299,7 +290,6 @@ class GraphDecode:
         return in_flight(self._pipelines, rows)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token or several for each row."""
         return run_share(self._pipelines[share.pipeline], share, options)
 
     def close(self) -> None:

@@ -1,5 +1,4 @@
-"""The state of rows that host and device share: blocks that the host writes, of plain rows and of sequences with
-drafts, and masks of tokens."""
+"""State of rows that the host writes: of plain rows, of sequences with drafts, and masks of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _WORDS = 7 + MOST_STOPS  # of a row
 
 @dataclass(frozen=True, slots=True)
 class StateBlock:
-    """What the host writes of all rows, as one block: int32 [words, rows]."""
+    """Plain rows as one block: int32 [words, rows]."""
 
     block: torch.Tensor
     noise_key: torch.Tensor  # int64
@@ -37,7 +36,7 @@ class StateBlock:
 
 
 def state_of(block: torch.Tensor) -> StateBlock:
-    """The parts of a block; views."""
+    """Returns views of a block."""
     rows = block.shape[1]
     return StateBlock(
         block=block,
@@ -52,8 +51,8 @@ def state_of(block: torch.Tensor) -> StateBlock:
 
 
 def fill(rows: Rows[RowState], width: int, number: int) -> torch.Tensor:
-    """The block of these rows in the host's memory; those beyond are idle. By numpy, as it is filled before each change
-    of rows and torch takes some 5 µs an element."""
+    """Returns the block of these rows in the host's memory; those beyond are idle. By numpy: torch takes 5 µs an
+    element, and each change of rows waits for it."""
     block = np.zeros((_WORDS, width), dtype=np.int32)
     noise_key, temperature = block[:2].reshape(-1).view(np.int64), block[6].view(np.float32)
     stops = block[7:].reshape(width, MOST_STOPS)
@@ -68,12 +67,11 @@ def fill(rows: Rows[RowState], width: int, number: int) -> torch.Tensor:
 
 
 def idle(width: int, device: torch.device) -> StateBlock:
-    """Makes the state of `width` idle rows on the device."""
     return state_of(fill((), width, 0).to(device))
 
 
 def placed(buffers: StepBuffers, state: StateBlock) -> StepBuffers:
-    """The buffers with what the host writes moved into one block."""
+    """Replaces what the host writes by views of one block."""
     places = replace(buffers.places, position=state.position)
     choice = replace(buffers.choice, temperature=state.temperature, noise_key=state.noise_key)
     progress = replace(
@@ -103,8 +101,6 @@ class Draws(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStates:
-    """What the host writes of sequences, beside their pages and tokens."""
-
     draws: tuple[Draws, ...]  # of a verifying step's rows, and of each kind of a draft model's steps (DRAFT_ROWS)
     newest: torch.Tensor  # int32 [sequences], and those after it
     held: torch.Tensor
@@ -116,7 +112,7 @@ class SequenceStates:
 
 @dataclass(frozen=True, slots=True)
 class VerifyLayout:
-    """The words of `sequences` sequences, each with rows for its newest token and the longest draft."""
+    """Where state, pages and tokens of `sequences` sequences lie in one array of words."""
 
     sequences: int
     laid: int  # rows that are laid out for each, of whatever group the next launch is
@@ -128,27 +124,25 @@ class VerifyLayout:
 
     @property
     def _kinds(self) -> tuple[int, ...]:
-        """Where the rows of each kind of step begin among all that draw, and where they end."""
+        """Returns where the rows of each kind of step begin among all that draw, and where they end."""
         return tuple(accumulate((self.sequences * each for each in (self.laid, *DRAFT_ROWS)), initial=0))
 
     @property
     def _stands(self) -> int:
-        """Words before those of sequences: three for each row that draws."""
+        """Returns the words before those of sequences: three for each row that draws."""
         return 3 * self._kinds[-1]
 
     @property
     def block(self) -> int:
-        """Words of the block, behind which pages lie."""
+        """Returns the words of the block, behind which pages lie."""
         return _even(self._stands + (5 + MOST_STOPS) * self.sequences)
 
     @property
     def most_pages(self) -> int:
-        """Returns the pages of a sequence, rounded up: each sequence has a line of the table."""
         return _even(-(-self.most_tokens // PAGE_SIZE))
 
     @property
     def tokens(self) -> int:
-        """Returns the word at which the token ids begin."""
         return self.block + self.sequences * self.most_pages
 
     @property
@@ -156,7 +150,6 @@ class VerifyLayout:
         return self.tokens + self.sequences * self.most_tokens
 
     def state(self, words: torch.Tensor) -> SequenceStates:
-        """The parts of int32 [size]; views."""
         kinds, first, each = self._kinds, self._stands, self.sequences
         keys, temperatures = words[: 2 * kinds[-1]].view(torch.int64), words[2 * kinds[-1] : first].view(torch.float32)
         newest, held, last_position, most_drafts, count = (words[first + at * each :][:each] for at in range(5))
@@ -171,16 +164,16 @@ class VerifyLayout:
         )
 
     def pages(self, words: torch.Tensor) -> torch.Tensor:
-        """The table [sequences, most_pages]; a view."""
+        """Returns the table [sequences, most_pages]."""
         return words[self.block : self.tokens].view(self.sequences, -1)
 
     def history(self, words: torch.Tensor) -> torch.Tensor:
-        """Token ids [sequences, most_tokens]; a view."""
+        """Returns token ids [sequences, most_tokens]."""
         return words[self.tokens : self.size].view(self.sequences, -1)
 
     def of(self, rows: Rows[RowState], number: int, known: Rows[NDArray[np.int32]]) -> NDArray[np.int32]:
-        """What the device is sent of these rows, whose tokens are `known`; those of the first at its end, and of the
-        others not: each has a place of its own for them."""
+        """Returns the words of these rows, with the tokens `known` of the first one alone: the others are sent to
+        places of their own."""
         words = np.zeros(self.tokens + len(known[0]), dtype=np.int32)
         kinds, first, each = self._kinds, self._stands, self.sequences
         keys, temperatures = words[: 2 * kinds[-1]].view(np.int64), words[2 * kinds[-1] : first].view(np.float32)
@@ -200,7 +193,7 @@ class VerifyLayout:
         return words
 
     def others(self, known: Rows[NDArray[np.int32]]) -> list[tuple[int, NDArray[np.int32]]]:
-        """Where the tokens of rows but the first go, and they."""
+        """Returns the tokens of all rows but the first, each with its place."""
         return [(self.tokens + at * self.most_tokens, ids) for at, ids in enumerate(known)][1:]
 
 
@@ -208,7 +201,7 @@ _OPEN = -1  # a word that allows all its tokens
 
 
 class TokenMasks:
-    """The masks of `rows` rows at a fixed address. At first they allow every token."""
+    """Masks of `rows` rows at a fixed address. At first they allow every token."""
 
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._words = np.full((rows, -(-vocabulary // 32)), _OPEN, dtype=np.int32)
