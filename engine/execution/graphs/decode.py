@@ -14,7 +14,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import REACHES, Chain, Chains, distinct, fitting, reaches
-from engine.execution.graphs.row_state import StateBlock, TokenMasks, fill, idle, placed
+from engine.execution.graphs.row_state import PlainRows, TokenMasks
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
@@ -56,7 +56,7 @@ Choice = tuple[bool, bool]  # whether rows need the sampling stages, and whether
 @dataclass(frozen=True, slots=True)
 class Bucket:
     buffers: StepBuffers
-    state: StateBlock
+    rows: PlainRows
     start: Launch
     sampling: Sampling
     ring: memoryview  # of 64-bit words [rows · RING]
@@ -93,19 +93,19 @@ class RowSteps(ABC):
     def _bucket(self, size: int) -> Bucket:
         found = self._buckets.get(size)
         if found is None:
-            state = idle(size, self._weights.table.device)
-            buffers = placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state)
-            found = self._buckets[size] = self._made(buffers, state)
+            rows = PlainRows(size, self._weights.table.device)
+            buffers = rows.placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING))
+            found = self._buckets[size] = self._made(buffers, rows)
         return found
 
-    def _made(self, buffers: StepBuffers, state: StateBlock) -> Bucket:
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
         masks = None
         if self.masked:
             masks = TokenMasks(buffers.batch, self._weights.head.rows, self._weights.table.device)
             buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
         return Bucket(
             buffers=buffers,
-            state=state,
+            rows=rows,
             start=prepare_start(self._library, self._weights, buffers),
             sampling=self._sampling.first(buffers.batch),
             ring=words(buffers.progress.ring),
@@ -129,7 +129,7 @@ class RowSteps(ABC):
             torch.cuda.synchronize()
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
+        here.rows.write(rows, update.number)
         needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in rows]
         self._draws = any(need is not None for need in needs)
         self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
@@ -171,8 +171,8 @@ class CapturedSteps(RowSteps):
         for size in sizes:
             self._bucket(size)
 
-    def _made(self, buffers: StepBuffers, state: StateBlock) -> Bucket:
-        made = super()._made(buffers, state)
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+        made = super()._made(buffers, rows)
         lengths = reaches(self._max_context)
         plans = [replace(self._plan, longest=longest) for longest in lengths]
         layers = [prepare_layers(self._library, self._weights, buffers, plan) for plan in plans]
@@ -196,7 +196,7 @@ class CapturedSteps(RowSteps):
         timed.place_row(here.buffers)
         buffers = placement.settled(here.buffers, timed)
         timed.take_away(buffers)
-        self._buckets[size] = self._made(buffers, here.state)
+        self._buckets[size] = self._made(buffers, here.rows)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -217,7 +217,7 @@ class CapturedSteps(RowSteps):
             progress("graphs", done, len(wanted))
             self._chains.capture(chain, size).replay()
         for each in self._buckets.values():
-            each.state.block.copy_(fill((), each.buffers.batch, 0), non_blocking=True)
+            each.rows.write((), 0)
             self._here = each
             for pages in ((0,), (0, 0)):
                 self._add_pages(0, 0, pages)
