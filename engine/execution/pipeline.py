@@ -386,10 +386,11 @@ class Pipeline:
     def _send(self, held: Rows[HeldRow], group: int, options: StepOptions) -> None:
         """Launches as far ahead as is wanted, allowed and of use: each step gives a row a token, or as many as it has
         rows in the launch."""
-        live = [own for own in held if not own.ended]
+        in_flight, needed, allowed = len(self._in_flight), 0, FAR
+        wanted = self._ahead - in_flight
+        live = [own for own in held if not own.ended] if wanted > 0 else []
         if not live:
             return
-        in_flight, needed, allowed = len(self._in_flight), 0, FAR
         tokens = self.lookahead[self._bucket].tokens
         for own in live:  # compared by hand, since this is done twice a step
             left, pages = own.last - own.stands, own.pages * PAGE_SIZE
@@ -399,7 +400,7 @@ class Pipeline:
                 allowed = min(allowed, own.launches_of(group, tokens))
             elif pages < own.last and pages - own.stands - own.ahead < allowed:
                 allowed = pages - own.stands - own.ahead
-        wanted, bound = self._ahead - in_flight, min(needed - in_flight, allowed)
+        bound = min(needed - in_flight, allowed)
         if wanted < min(self._sizes[0], bound) and in_flight >= LOW:
             return
         self._launch(live, min(wanted, bound), group, options)
@@ -437,7 +438,7 @@ class Pipeline:
         if not self._in_flight:
             return False
         if self._in_flight[0] == 1:
-            return self._read_single(live)
+            return self._read_singles(live)
         self._count_singles()
         found = []
         for own in live:
@@ -458,25 +459,36 @@ class Pipeline:
             self._note(own, group, entries)
         return True
 
-    def _read_single(self, live: Rows[HeldRow]) -> bool:
-        """The same for a step of one row a sequence, which has one entry for each. Plain steps are many: what each of
-        them adds to the rows is added up and counted once."""
-        poll, behind, found = self._device.poll, self._singles + 1, []
-        for own in live:
-            entry = poll(own.index, own.number + behind)
-            if entry is None:
-                return False
-            found.append(entry)
-        self._in_flight.popleft()
-        self._singles = behind
-        for own, entry in zip(live, found, strict=True):
-            flags = entry >> 24 & _FLAGS
-            if flags:
-                _require_fed(flags)
-                own.ended = True
-            if not flags & NO_TOKEN:
-                own.unreported.append(entry & TOKEN)
+    def _read_singles(self, live: Rows[HeldRow]) -> bool:
+        """The same for steps of one row a sequence, which have one entry for each: takes in those that have come, until
+        a row ends. Plain steps are many: what each of them adds to the rows is added up and counted once."""
+        poll, in_flight, before = self._device.poll, self._in_flight, self._singles
+        while in_flight and in_flight[0] == 1:
+            behind, found = self._singles + 1, []
+            for own in live:
+                entry = poll(own.index, own.number + behind)
+                if entry is None:
+                    return self._singles > before
+                found.append(entry)
+            in_flight.popleft()
+            self._singles, flagged = behind, False
+            for own, entry in zip(live, found, strict=True):
+                if entry <= TOKEN:
+                    own.unreported.append(entry)
+                else:
+                    self._end(own, entry)
+                    flagged = True
+            if flagged:
+                break
         return True
+
+    @staticmethod
+    def _end(own: HeldRow, entry: int) -> None:
+        flags = entry >> 24 & _FLAGS
+        _require_fed(flags)
+        own.ended = flags != 0
+        if not flags & NO_TOKEN:
+            own.unreported.append(entry & TOKEN)
 
     def _count_singles(self) -> None:
         """Moves the rows on by the plain steps that were read. Where an ended row stands is of no matter."""

@@ -164,7 +164,7 @@ def _masked(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity) -> l
 def _verifying(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, drafts: Drafts) -> list[Share]:
     """All rows that decode go on in verifying launches, or none. Rows in such launches that do not go on as they are
     drain: what a draft brought is dear."""
-    held = [row for row in decoding if _holder_of(holders, row) is Role.VERIFY]
+    held = [row for row in decoding if _holder_of(holders, row) is Role.VERIFY] if holders else []
     if held and not drafts.continues:
         pipeline = holders[held[0].key][1]
         return [Share(Role.VERIFY, tuple(held), pipeline, drain=True)]
@@ -209,7 +209,7 @@ def _prompts(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity, sha
 def _drained(rows: Rows, holders: Holders, name: Role) -> list[Share]:
     """Each of the executor's pipelines drains what it has in flight for these rows."""
     by_pipeline: dict[int, list[Row]] = {}
-    for row in rows:
+    for row in rows if holders else ():
         if _holder_of(holders, row) is name:
             by_pipeline.setdefault(holders[row.key][1], []).append(row)
     return [Share(name, tuple(own), at, drain=True) for at, own in by_pipeline.items()]
