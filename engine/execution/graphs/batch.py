@@ -21,14 +21,11 @@ from engine.execution.step_state import Parts, making
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
-from engine.kernels.attention import LayerAttention
-from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
 from engine.kernels.capture import Graphs
-from engine.kernels.launch import Launch
-from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.model.layers import many_tokens
 from engine.model.layers.many_tokens import ForwardPass
+from engine.model.layers.token_attention import RowAttention
 from engine.scheduling.plan import RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -114,33 +111,6 @@ class BatchedSteps:
     def close(self) -> None:
         torch.cuda.synchronize()
         self._graphs.clear()
-
-
-class RowAttention:
-    """A `many_tokens.TokenAttention` of rows of one token."""
-
-    def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
-        self._run = run
-        self._places = ops.TokenPlaces(rows.position, rows.pages)
-        held = BatchRows(rows.length, rows.pages)
-        grid = batch_attention.grid(run.layout, run.gpu)
-        self._of_window = {
-            window: BatchAttention(run.library, run.layout, held, grid, space, window)
-            for window, space in spaces.items()
-        }
-
-    def plans(self) -> list[Launch]:
-        """To be enqueued before the pass."""
-        return [one.plan() for one in self._of_window.values()]
-
-    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
-        """Queries, keys and values of each row's token."""
-        run = self._run
-        return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
-
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
-        """Over each row's context."""
-        return self._of_window[layer.window].attend(layer, queries, out, order)
 
 
 def why_not(parts: Parts) -> str | None:

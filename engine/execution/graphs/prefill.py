@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,14 +21,12 @@ from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
 from engine.execution.step_state import Parts, Unfit, kernel_switches, making
 from engine.kernels import prefill as ops
-from engine.kernels.attention import LayerAttention
 from engine.kernels.capture import Graphs, Mailbox
-from engine.kernels.launch import Launch
 from engine.kernels.tokens import Fed
-from engine.kernels.weights import Format
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights
 from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
+from engine.model.layers.token_attention import PassAttention
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -113,26 +111,6 @@ class CapturedPasses:
         attention = PassAttention(run, places, ops.Chunks(table, pages), self._splits)
         alone = replace(attention, chunks=ops.Chunks(ends, pages))
         run.enqueue(fed, attention, Ends(table, alone))
-
-
-@dataclass(frozen=True, slots=True)
-class PassAttention:
-    """A `many_tokens.TokenAttention` of chunks."""
-
-    run: ForwardPass
-    places: ops.TokenPlaces
-    chunks: ops.Chunks
-    splits: ops.Splits
-
-    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
-        """Queries, keys and values of every token."""
-        run = self.run
-        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
-
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
-        """Each chunk over its sequence's pages."""
-        run = self.run
-        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
 
 
 class GraphPrefill:

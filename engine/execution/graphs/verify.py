@@ -19,7 +19,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.decode import Choice
-from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
+from engine.execution.graphs.drafting import DeviceDraft
 from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
@@ -33,6 +33,7 @@ from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
+from engine.model.layers.draft_steps import DraftSteps
 from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
