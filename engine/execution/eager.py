@@ -76,7 +76,7 @@ class Eager:
     def feed(
         self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, drafts: Mapping[int, Draft] = NO_DRAFTS
     ) -> PassOutput:
-        """Rows of one token, which `drafts` by the row's key may follow, must come first."""
+        """Rows of one token must come first; `drafts`, keyed by row, may follow these alone."""
         self._use(options)
         hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
         sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)

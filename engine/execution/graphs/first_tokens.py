@@ -65,7 +65,7 @@ class FirstTokens:
         self._sampling.rehearse()
 
     def draw(self, sequence: SequenceState, options: StepOptions, mask: Mask | None = None) -> int:
-        """Draws behind the sequence's last chunk. Returns the number of its entry."""
+        """Draws behind the sequence's last chunk. Returns the number of the token's entry."""
         one = sequence.sampling
         state = RowState(
             token=0,

@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """Weighs the latest drafts most."""
+    """Counts how often drafted tokens were right, the latest most."""
 
     accepted: float = PRIOR[0]
     tried: float = PRIOR[1]
@@ -83,7 +83,7 @@ class Control:
             record.resumes_at = len(one.sequence.token_ids) + record.rest
 
     def choose(self, found: Items[Candidate], rows: int, tokens: int) -> Candidate:
-        """Chooses the best proposer for one sequence, or one not chosen for long: what a text repeats changes."""
+        """Chooses the best proposer for one sequence, or one not chosen for long, since what a text repeats changes."""
         length = len(found[0].sequence.token_ids)
         chosen = found[0]
         if len(found) > 1:

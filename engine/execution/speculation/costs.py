@@ -44,7 +44,7 @@ class Costs:
 def measure(
     step: Callable[[int, int], None], most: int, clock: Clock, between: Callable[[], None] = lambda: None
 ) -> Costs:
-    """`step` feeds its first number of tokens behind its second, together at most `most`. `between` is not timed."""
+    """`step(tokens, before)` feeds tokens behind others, together at most `most`. `between` is not timed."""
     known: dict[int, float] = {}
     before = max(0, min(_CONTEXT, most - SIZES[-1]))
     began = time.perf_counter()
