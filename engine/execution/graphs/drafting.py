@@ -1,5 +1,5 @@
-"""A draft model on a GPU: its steps in front of the step that verifies what they guess, and the captured passes that
-compute what it lacks of a sequence, the prompt and the tokens of plain steps, before it guesses for the first time."""
+"""Runs a draft model on a GPU. Its steps precede the step that verifies its guesses; captured passes compute what it
+lacks of a sequence before its first guess."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.settings import PAGE_SIZE
 
 @dataclass(frozen=True, slots=True)
 class DeviceDraft:
-    """A draft model that the device runs, with the target's pages by number."""
+    """A draft model whose pages have the numbers of the target's."""
 
     weights: StepWeights
     compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
@@ -40,7 +40,7 @@ _TIMINGS = 3  # of which the shortest counts
 
 
 class DraftPrefill:
-    """Passes over a draft model, and how far they have come with each sequence."""
+    """Feeds sequences to a draft model, and keeps how far each has come."""
 
     def __init__(self, draft: Parts) -> None:
         """`draft`: the draft model as if it were served, with the target's sequences."""
@@ -51,18 +51,16 @@ class DraftPrefill:
         self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         self._passes.ask()
 
     def warmup(self, progress: Progress) -> None:
-        """Captures the passes and measures them. Overwrites the first pages."""
+        """Overwrites the first pages."""
         self._passes.warmup(progress)
         for size in SIZES:
             count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
             self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
 
     def _timed(self, count: int) -> float:
-        """Times a pass of `count` tokens of no sequence."""
         stand_in = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
         stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
         row = Row(0, 0, 0, count, False)
@@ -72,13 +70,11 @@ class DraftPrefill:
         return time.perf_counter() - began
 
     def seconds(self, sequence: SequenceState) -> float:
-        """What `compute` of the whole sequence takes."""
         missing = len(sequence.token_ids) - self.progress.tokens(sequence)
         return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
 
     def compute(self, sequence: SequenceState, until: int) -> None:
-        """Keys and values of its first `until` tokens, as far as they are not there. Where that fails, it has computed
-        nothing."""
+        """A failure discards all that was computed of the sequence."""
         begin = self.progress.tokens(sequence)
         if until <= begin:
             return

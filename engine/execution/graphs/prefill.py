@@ -1,9 +1,6 @@
-"""Prompts as captured graphs: the forward pass of chunks, one graph for each size, and the tokens that follow them.
-
-Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
-it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
-prefix, or in chunks.
-"""
+"""Computes prompts by captured graphs, one for each size. Chunks of many sequences lie side by side in a pass. Their
+positions, lengths and pages lie in device memory, so that one graph serves every prompt: whole, in chunks, or behind a
+cached prefix."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ _ROUNDS = 2  # of timing all sizes; the least counts
 
 
 class CapturedPasses:
-    """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
+    """Leaves the state of each chunk's last token in `run.ends`."""
 
     def __init__(self, parts: Parts, graphs: Graphs, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
@@ -50,11 +47,10 @@ class CapturedPasses:
 
     @property
     def arrived(self) -> torch.Tensor:
-        """What the device was sent of the last pass, as `PassLayout` has it."""
+        """Holds the last pass's message, laid out by `PassLayout`."""
         return self._mailbox.arrived
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures every size, and measures what it costs."""
         layouts = [PassLayout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         rehearsed: set[int] = set()  # numbers of tokens that products have
         for done, layout in enumerate(layouts):
@@ -67,7 +63,7 @@ class CapturedPasses:
         progress("prefill", len(layouts), len(layouts))
 
     def _send_nothing(self, layout: PassLayout) -> None:
-        """No pages are known yet, so a pass of no tokens must do: it writes none."""
+        """Sends a pass of no tokens, which writes to no page."""
         empty = np.zeros(layout.pages, dtype=np.int32)
         empty[layout.positions : layout.owners] = -1
         self._mailbox.send(empty)
@@ -77,7 +73,7 @@ class CapturedPasses:
         return dict(zip(self.sizes, map(min, *rounds), strict=True))
 
     def _seconds(self, layout: PassLayout) -> float:
-        """Times a pass without its attention, which takes as long however tokens are shared out."""
+        """Leaves out attention, which takes as long however tokens are shared out."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         self._send_nothing(layout)
         begin, end = event(enable_timing=True), event(enable_timing=True)
@@ -88,13 +84,11 @@ class CapturedPasses:
         return float(begin.elapsed_time(end)) / 1e3
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         for size in self.sizes:
             for chunks in self._chunks:
                 self._forward(PassLayout(size, chunks))
 
     def replay(self, one: Pass, options: StepOptions = ALL_OPTIONS) -> None:
-        """Enqueues a pass of chunks."""
         size = next(size for size in self.sizes if one.tokens <= size)
         layout = PassLayout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
         self._mailbox.send(layout.words(one))
@@ -114,13 +108,13 @@ class CapturedPasses:
 
 
 class GraphPrefill:
-    """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
+    """An `Executor` that feeds prompts and draws the tokens behind them."""
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
-        """`sizes`: those that no step fills are left out."""
+        """Leaves out `sizes` that no step fills."""
         self._parts = parts
         self._graphs = Graphs(parts.model.placement.device)
         sizes = filled(sizes, parts.max_batch_tokens)
@@ -137,7 +131,7 @@ class GraphPrefill:
         self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures every size. Raises Unfit where that cannot be."""
+        """Raises Unfit where a size cannot be captured."""
         try:
             with making():
                 self._passes.warmup(progress)
@@ -150,12 +144,10 @@ class GraphPrefill:
             raise
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         self._passes.ask()
         self._many.ask()
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Feeds all rows side by side. Returns the tokens of those that sample."""
         drawn: list[tuple[Row, int]] = []
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
@@ -180,12 +172,11 @@ class GraphPrefill:
         return self._sampled(kept) | self._read(drawn, together)
 
     def _draws(self, chunk: PromptChunk) -> bool:
-        """Returns whether the kernels of few rows choose the token behind the chunk."""
+        """Returns whether kernels of few rows choose the token behind the chunk."""
         return self._one is not None and can_draw(chunk.sequence)
 
     def _drawn(self, ended: Rows[tuple[int, PromptChunk]], last: int, options: StepOptions) -> list[tuple[Row, int]]:
-        """Draws the tokens behind these chunks of a pass, whose last chunk is number `last`. Returns each draw's
-        number."""
+        """`ended`: chunks by their numbers in the pass, whose last is `last`. Returns the number of each draw."""
         found: list[tuple[Row, int]] = []
         constraints, known = self._parts.constraints, last  # what `draw` reads, unless told otherwise
         for at, chunk in ended:
@@ -199,7 +190,6 @@ class GraphPrefill:
         return found
 
     def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
-        """Lets the sampler choose."""
         if not kept:
             return {}
         of = self._parts.sequences.of
@@ -208,7 +198,6 @@ class GraphPrefill:
         return {row.key: result for (row, _), result in zip(kept, found, strict=True)}
 
     def _read(self, drawn: Rows[tuple[Row, int]], together: Rows[tuple[list[Row], int]]) -> dict[int, RowResult]:
-        """What the kernels drew. Waits for it."""
         results: dict[int, RowResult] = {}
         if drawn and self._one is not None:
             found = {row.key: self._one.read(number) for row, number in drawn}
@@ -225,7 +214,6 @@ class GraphPrefill:
 
 
 def make(parts: Parts) -> GraphPrefill:
-    """The stage. Raises Unfit with the reason where there can be none."""
     reason = why_not(parts)
     if reason is not None:
         raise Unfit(reason)
@@ -234,10 +222,9 @@ def make(parts: Parts) -> GraphPrefill:
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     GraphPrefill(parts).ask()
 
 
 def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Returns the sizes that `tokens` tokens fill, or the least of those that hold them."""
+    """Returns the sizes up to the least that holds `tokens` tokens."""
     return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
