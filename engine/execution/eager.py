@@ -43,22 +43,16 @@ class Eager:
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
+    capacity = Capacity()
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._windows = tuple(dict.fromkeys(parts.model.config.windows))
+        # On a CPU, `fused_kernels` is the walk in C over few tokens.
+        cpu = parts.model.placement.device.type == "cpu"
+        self.switches: Mapping[str, str | None] = {"fused_kernels": parts.model.why_not_fused} if cpu else {}
 
     def warmup(self, progress: Progress) -> None: ...
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity()
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """On a CPU, `fused_kernels` is the walk in C over few tokens."""
-        model = self._parts.model
-        return {"fused_kernels": model.why_not_fused} if model.placement.device.type == "cpu" else {}
 
     def close(self) -> None: ...
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
-from engine.execution.graphs import batch, decode, masked, prefill
+from engine.execution.graphs import batch, decode, prefill
 from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import eager_executor
 from engine.execution.speculation import verify_executor as verify
@@ -57,17 +57,9 @@ class ExecutorEntry:
 
 
 EXECUTORS: tuple[ExecutorEntry, ...] = (
-    ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        Role.MASKED, "graph", masked.why_not, masked.Constrained, optional=True
-    ),
-    ExecutorEntry(
-        Role.VERIFY,
-        "graph",
-        verify.why_not,
-        verify.CapturedSpeculation,
-        optional=True,
-        ask=verify.ask,
-    ),
+    # The first asks for no kernel that `graph_decode` does not.
+    ExecutorEntry(Role.MASKED, "graph", decode.why_not, decode.Constrained, optional=True),
+    ExecutorEntry(Role.VERIFY, "graph", verify.why_not, verify.CapturedSpeculation, optional=True, ask=verify.ask),
     ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
     ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, ask=prefill.ask),
     ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),

@@ -4,30 +4,38 @@ cached prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
 
+from engine.api import GREEDY, Stopping
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
-from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, passes
+from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, cheapest, passes
 from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
+from engine.execution.speculation.verifying import DraftProgress
 from engine.execution.step_state import Parts, Unfit, kernel_switches, making
 from engine.kernels import prefill as ops
 from engine.kernels.capture import Graphs, Mailbox
 from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights
+from engine.model.layers.few_rows import StepWeights
 from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
 from engine.model.layers.token_attention import PassAttention
-from engine.scheduling.plan import Row, RowResult, Share
+from engine.scheduling.plan import Admitted, Row, RowResult, Share
+from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import begin as begin_sequence
 from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of a graph
+DRAFT_SIZES = (32, 128, 512)  # likewise, of a draft model
+_TIMINGS = 3  # of a draft model's pass; the shortest counts
 _FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
 _ROUNDS = 2  # of timing all sizes; the least counts
 
@@ -211,6 +219,64 @@ class GraphPrefill:
         self._graphs.clear()
         if self._one is not None:
             self._one.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceDraft:
+    """A draft model whose pages have the numbers of the target's."""
+
+    weights: StepWeights
+    compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
+    computed: Callable[[SequenceState, int], None]  # verifying launches have computed so many
+
+
+class DraftPrefill:
+    """Feeds sequences to a draft model, and keeps how far each has come."""
+
+    def __init__(self, draft: Parts) -> None:
+        """`draft`: the draft model as if it were served, with the target's sequences."""
+        self._parts = draft
+        self._graphs = Graphs(draft.model.placement.device)
+        self._passes = CapturedPasses(draft, self._graphs, DRAFT_SIZES, (1,))
+        self.progress = DraftProgress()
+        self._seconds = dict.fromkeys(DRAFT_SIZES, 0.0)  # of a pass
+
+    def ask(self) -> None:
+        self._passes.ask()
+
+    def warmup(self, progress: Progress) -> None:
+        """Overwrites the first pages."""
+        self._passes.warmup(progress)
+        for size in DRAFT_SIZES:
+            count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
+            self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
+
+    def _timed(self, count: int) -> float:
+        stand_in = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        row = Row(0, 0, 0, count, False)
+        began = time.perf_counter()
+        self._passes.replay(Pass([PromptChunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def seconds(self, sequence: SequenceState) -> float:
+        missing = len(sequence.token_ids) - self.progress.tokens(sequence)
+        return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """A failure discards all that was computed of the sequence."""
+        begin = self.progress.tokens(sequence)
+        if until <= begin:
+            return
+        row = Row(sequence.key, sequence.slot, begin, until - begin, False)
+        self.progress.forget(sequence)
+        for one in passes((row,), self._parts.sequences, self._seconds, self._parts.model.config.vocab_size):
+            self._passes.replay(one)
+        self.progress.computed(sequence, until)
+
+    def close(self) -> None:
+        self._graphs.clear()
 
 
 def make(parts: Parts) -> GraphPrefill:

@@ -15,7 +15,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.decode import Choice
-from engine.execution.graphs.drafting import DeviceDraft
+from engine.execution.graphs.prefill import DeviceDraft
 from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch

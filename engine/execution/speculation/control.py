@@ -97,13 +97,16 @@ class Control:
 
     def _tokens_a_second(self, one: Candidate, rows: int, tokens: int) -> float:
         """Assumes that this sequence alone has a draft, of the best length."""
-        rate, best = self._record(one).tally.rate, rows / self._costs.seconds(tokens)
-        gain, expected = rate, float(rows)
+        return max(rows / self._costs.seconds(tokens), *self._rates(one, self._record(one).tally.rate, rows, tokens))
+
+    def _rates(self, one: Candidate, rate: float, rows: int, tokens: int) -> list[float]:
+        """Returns the tokens a second of a step with a draft of this sequence alone, for drafts of 1, 2, … tokens."""
+        found, expected, gain = [], float(rows), rate
         for depth in range(1, 1 + one.most):
             expected += gain
             gain *= rate
-            best = max(best, expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth)))
-        return best
+            found.append(expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth)))
+        return found
 
     def rate(self, one: Candidate) -> float:
         return self._record(one).tally.rate
@@ -123,7 +126,9 @@ class Control:
     def _best(self, candidates: Items[Candidate], records: Items[DraftRecord], rows: int, tokens: int) -> list[int]:
         """Lengthens drafts by the likeliest token each time. Returns the best depths on the way."""
         if rows == len(candidates) == 1:
-            return [self._best_alone(candidates[0], records[0].tally.rate, tokens)]
+            rates = self._rates(candidates[0], records[0].tally.rate, rows, tokens)
+            best = max(rates)
+            return [1 + rates.index(best) if best > _MARGIN / self._costs.seconds(tokens) else 0]
         depths = [0] * len(candidates)
         gains = [record.tally.rate for record in records]  # of the next token of each
         plain = self._costs.seconds(tokens)
@@ -143,17 +148,6 @@ class Control:
             drafted = sum(depth > 0 for depth in depths)
             if expected / seconds > best and (drafted == rows or seconds <= plain * _OTHERS):
                 best, found = expected / seconds, list(depths)
-
-    def _best_alone(self, one: Candidate, rate: float, tokens: int) -> int:
-        """Must be quick: it is asked often, while launches of 0.1 ms are in flight."""
-        best, found, expected, gain = _MARGIN / self._costs.seconds(tokens), 0, 1.0, rate
-        for depth in range(1, 1 + one.most):
-            expected += gain
-            gain *= rate
-            rated = expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth))
-            if rated > best:
-                best, found = rated, depth
-        return found
 
     def _seconds(self, candidates: Items[Candidate], depths: Items[int], tokens: int) -> float:
         seconds = self._costs.seconds(tokens + sum(depths))

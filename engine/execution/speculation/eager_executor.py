@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 
 import torch
 
@@ -39,6 +40,8 @@ class Speculation:
 
     lookahead_tokens = MOST_DRAFTED
     max_tokens_per_row = MOST_DRAFTED + 1
+    capacity = Capacity()
+    switches: Mapping[str, str | None] = MappingProxyType({"speculation": None})
 
     def __init__(self, parts: Parts, proposers: tuple[Proposer, ...] | None = None, known: Costs | None = None) -> None:
         """`proposers`: best first. `known`: costs to take instead of measured ones."""
@@ -47,14 +50,6 @@ class Speculation:
         self._proposers = _proposers(parts) if proposers is None else proposers
         self.costs = known  # of steps; None until they are measured
         self._control: Control | None = None
-
-    @property
-    def capacity(self) -> Capacity:
-        return Capacity()
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        return {"speculation": None}
 
     def warmup(self, progress: Progress) -> None:
         if self.costs is None:

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from engine.execution.graphs import decode
-from engine.execution.graphs.drafting import DeviceDraft, DraftPrefill
+from engine.execution.graphs.prefill import DeviceDraft, DraftPrefill
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
 from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
