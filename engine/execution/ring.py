@@ -19,14 +19,10 @@ class IdleWork:
     """Short pieces of work, done while the host waits for a long step. The engine loop sets `piece` once."""
 
     def __init__(self) -> None:
-        self.piece: Callable[[], bool] = _nothing
+        self.piece: Callable[[], bool] = lambda: False
 
     def __call__(self) -> bool:
         return self.piece()
-
-
-def _nothing() -> bool:
-    return False
 
 
 def words(ring: torch.Tensor) -> memoryview:

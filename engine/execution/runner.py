@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple
 
 import torch
 from msgspec.structs import replace
@@ -70,15 +71,8 @@ class ModelRunner:
 
 
 def capacity_of(executors: Iterable[Executor]) -> Capacity:
-    each = [executor.capacity for executor in executors]
-    return Capacity(
-        masked=max(one.masked for one in each),
-        verify=max((one.verify for one in each), key=len),
-        few=max(one.few for one in each),
-        prompts=any(one.prompts for one in each),
-        many=max(one.many for one in each),
-        drains_few=any(one.drains_few for one in each),
-    )
+    each = [astuple(executor.capacity) for executor in executors]  # each number is one executor's alone
+    return Capacity(*(max(numbers) for numbers in zip(*each, strict=True)))
 
 
 def asked_of(executors: Mapping[str, object]) -> Executors:

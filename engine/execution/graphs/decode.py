@@ -36,6 +36,7 @@ from engine.execution.router import AHEAD, FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, kernel_switches, making, no_gpu
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
+from engine.kernels.capture import device_seconds
 from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
@@ -233,16 +234,10 @@ class CapturedSteps(RowSteps):
 
     def seconds(self, rows: int) -> float:
         """Returns about how many seconds a step of this bucket takes. Its rows must be idle."""
-        event: type[torch.cuda.Event] = torch.cuda.Event
         many = SIZES[0]
         graph = self._chains.capture(self._buckets[rows].steps[False, self._two_pass][0], many)
         graph.replay()  # while it runs, the host gets ahead
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / many
+        return device_seconds(graph.replay) / many
 
     def launch(self, launch: StepLaunch) -> None:
         self._poller.launched()

@@ -21,7 +21,7 @@ from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
 from engine.execution.speculation.verifying import DraftProgress
 from engine.execution.step_state import Parts, Unfit, kernel_switches, making
 from engine.kernels import prefill as ops
-from engine.kernels.capture import Graphs, Mailbox
+from engine.kernels.capture import Graphs, Mailbox, device_seconds
 from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights
@@ -82,14 +82,8 @@ class CapturedPasses:
 
     def _seconds(self, layout: PassLayout) -> float:
         """Leaves out attention, which takes as long however tokens are shared out."""
-        event: type[torch.cuda.Event] = torch.cuda.Event
         self._send_nothing(layout)
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
-        self._graphs.run(layout, partial(self._forward, layout))
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return device_seconds(partial(self._graphs.run, layout, partial(self._forward, layout)))
 
     def ask(self) -> None:
         for size in self.sizes:

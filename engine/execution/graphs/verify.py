@@ -7,6 +7,7 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -187,25 +188,27 @@ class VerifyGraphs:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int, drafts: int) -> float:
-        """Returns the mean seconds of a step at typical lengths. Overwrites the first page."""
-        return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
-
-    def _seconds(self, group: int, drafts: int, at: int) -> float:
-        return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), at, drafts)
+        """Returns the mean seconds of a launch of sequences of typical lengths. Overwrites the first page."""
+        return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), drafts)
 
     def guessing_seconds(self, group: int) -> float:
         """Returns what a draft model takes of `seconds` for the group's longest drafts."""
-        return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+        graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def _guessing_seconds(self, group: int, at: int) -> float:
-        longest = fitting(self._groups_made[group][False, False], self._reach(at)).longest
-        guess = self._guess(self._plan(group, longest), group - 1)
-        if not guess:
-            return 0.0
-        graph = self._chains.graphs.record(lambda: self._chains.launcher.enqueue(guess * _GUESSES))
-        return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
+        def guess(longest: int) -> None:
+            if longest not in graphs:
+                plan = self._plan(group, fitting(self._groups_made[group][False, False], longest).longest)
+                launches = self._guess(plan, group - 1) * _GUESSES
+                graphs[longest] = self._chains.graphs.record(partial(self._chains.launcher.enqueue, launches))
+            graphs[longest].replay()
 
-    def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
+        return self._timed(guess, group - 1) / _GUESSES if self._guessing else 0.0
+
+    def _timed(self, launch: Callable[[int], None], drafts: int) -> float:
+        places = [min(at, self._max_context // 2) for at in _TYPICAL]
+        return statistics.fmean(self._timed_at(launch, at, drafts) for at in places)
+
+    def _timed_at(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
         """Returns the seconds of a launch with newest tokens at `at`. `launch` gets the most tokens of a sequence."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         longest = self._pretend(at, drafts)

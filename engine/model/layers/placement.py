@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from engine.kernels.build import Kernels
-from engine.kernels.capture import Graphs
+from engine.kernels.capture import Graphs, device_seconds
 from engine.kernels.launch import Enqueues
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers
 from engine.settings import PAGE_SIZE
@@ -81,14 +81,5 @@ class LayersTimed:
                 self._launcher.enqueue(chain)
 
         graph = self._graphs.record(enqueue)
-        event: type[torch.cuda.Event] = torch.cuda.Event
-        begin, end = event(enable_timing=True), event(enable_timing=True)
         graph.replay()
-        times = []
-        for _ in range(_TIMES):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(float(begin.elapsed_time(end)))
-        return min(times)
+        return 1e3 * min(device_seconds(graph.replay) for _ in range(_TIMES))
