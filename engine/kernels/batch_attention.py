@@ -27,16 +27,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """What is attended to, at fixed addresses."""
-
     lengths: torch.Tensor  # int32 [rows]: tokens of the context, the newest included; 0 is a row that is left alone
     pages: torch.Tensor  # int32 [rows, most pages of a row]
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The plan of a step, and what warps leave of heads that several share; for all layers of one window."""
-
     each: torch.Tensor  # int32: pages of a run
     entries: torch.Tensor  # int32 [rows, 4]: row, first page seen, pages, tokens
     runs: torch.Tensor  # int32 [warps, 4]: entry, item, page, count
@@ -47,7 +43,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks, one a multiprocessor, and what each has."""
+    """Blocks (one a multiprocessor) and their warps."""
 
     blocks: int
     warps: int
@@ -60,14 +56,13 @@ class Grid:
 
 
 def why_not(heads: Heads) -> str | None:
-    """Why the kernel cannot serve a head layout, or None."""
     if heads.dim % 64 or heads.dim > 256:
         return f"heads of {heads.dim}, the kernel for many rows knows multiples of 64 up to 256"
     return None
 
 
 def grid(heads: Heads, gpu: GpuShape) -> Grid:
-    """As many warps as shared memory has rings for, of keys and values in bfloat16."""
+    """Gives a block as many warps as shared memory has rings for, of keys and values in bfloat16."""
     ring = _STAGES * stage_bytes(heads, torch.bfloat16.itemsize)
     warps = min(_WARPS, gpu.shared // ring)
     if warps < 1:
@@ -76,12 +71,12 @@ def grid(heads: Heads, gpu: GpuShape) -> Grid:
 
 
 def stage_bytes(heads: Heads, each: int) -> int:
-    """Size of a page's keys and values of one head."""
+    """Bytes of a page's keys and values of one head."""
     return 2 * PAGE * heads.dim * each
 
 
 def subgroups(heads: Heads) -> int:
-    """Items that share a key-value head: each reads its pages."""
+    """Items that share a key-value head; each reads its pages."""
     return -(-(heads.queries // heads.keys) // _GROUP)
 
 
@@ -105,8 +100,6 @@ def workspace(heads: Heads, rows: int, shape: Grid, device: torch.device) -> Wor
 
 @dataclass(frozen=True, slots=True)
 class BatchAttention:
-    """The kernels of one head layout and window with what all its layers share."""
-
     library: Kernels
     heads: Heads
     rows: BatchRows
@@ -157,7 +150,7 @@ class BatchAttention:
         return prepare(self._kernel("attend", order, each, shared), shape, {**values, **CHAIN})
 
     def _kernel(self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0) -> Kernel:
-        """`each`: bytes of a key's or value's numbers; `shared`: of dynamic shared memory."""
+        """`each`: bytes of a key's or value's number; `shared`: bytes of dynamic shared memory."""
         defines = {
             "OP_Q_HEADS": self.heads.queries,
             "OP_KV_HEADS": self.heads.keys,

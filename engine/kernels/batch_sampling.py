@@ -1,7 +1,7 @@
-"""Wrappers of `sample` and `fill`: the choice by every parameter there is, for many rows in one launch, after each
-row's own best has been found; and the biases and marks of the rows that have any. `sample` needs no scratch.
+"""Wrappers of `sample`, the choice by every parameter for many rows in one launch after each row's own best was found,
+and of `fill`, which sets biases and marks. `sample` needs no scratch.
 
-Same order, ties and noise as `engine.kernels.sampling`, so the same tokens.
+Order, ties and noise are those of `engine.kernels.sampling`, and so are the tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHARE = 4096  # tokens of a block of `fill`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What a row that comes has of its own, and what is to stand there."""
+    """Addresses and contents of a new row's own tables."""
 
     bias: torch.Tensor | None  # float32 [vocabulary], to be written
     marks: torch.Tensor | None  # int32 [vocabulary], likewise: seen, barred, times generated; counted on by `sample`
@@ -40,7 +40,7 @@ class Tables:
         return bias, marks
 
     def words(self) -> list[int]:
-        """Returns the words that `fill` reads."""
+        """The words that `fill` reads."""
         ids = [token for token, _ in self.biases]
         values = [value for _, value in self.biases]
         return [

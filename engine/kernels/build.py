@@ -1,8 +1,8 @@
 """Compiles the CUDA sources of this folder at run time and keeps the machine code in the user's cache folder.
 
-Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name is a hash of everything
-it was made from: the source with its headers, the definitions, the architecture and the compiler's version. Behind its
-code a file has the code's SHA-256, so that a damaged one is compiled anew.
+Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name hashes all that it was
+made from: the source with its headers, definitions, architecture and compiler version. A file ends with the SHA-256 of
+its code, so that a damaged one is compiled anew.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a kernel as its source declares it."""
-
     name: str
     type: str  # "int", "u32", "float", "Map", or "pointer"
 
     def encode(self, value: Any) -> Any:
-        """The value as the launcher wants it."""
         if self.type == "Map":
             return value
         if self.type == "float":
@@ -71,7 +68,7 @@ class Kernel:
     handle: Any  # cuda.core's
 
     def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Values by parameter name, in the order of the source. Raises BuildError where the names differ."""
+        """Orders values as the source declares its parameters. Raises BuildError where the names differ."""
         names = {parameter.name for parameter in self.parameters}
         if names != set(values):
             raise BuildError(f"kernel {self.name}: {sorted(names ^ set(values))} given or missing")
@@ -79,13 +76,11 @@ class Kernel:
 
 
 class CompileFunction(Protocol):
-    """Source text to machine code."""
-
     def __call__(self, source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes: ...
 
 
 def source_text(name: str) -> str:
-    """One source with its headers put in place of their includes, so that a compiler needs no search path."""
+    """Puts headers in place of their includes, so that a compiler needs no search path."""
     seen: set[str] = set()
 
     def expand(file: str) -> str:
@@ -99,7 +94,7 @@ def source_text(name: str) -> str:
 
 
 def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
-    """The parameters of a kernel, read from its source. Raises BuildError for an entry that is not there."""
+    """Reads a kernel's parameters from its source. Raises BuildError for an unknown entry."""
     found = re.search(r'extern "C" __global__ [^;{]*?\b' + entry + r"\(([^)]*)\)\s*\{", source)
     if found is None:
         raise BuildError(f"no kernel {entry} in its source")
@@ -114,7 +109,7 @@ def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
 
 
 def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code through NVRTC, which needs no GPU; PTX where `arch` is a virtual one. Raises BuildError."""
+    """Compiles with NVRTC, which needs no GPU; to PTX where `arch` is a virtual one. Raises BuildError."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -132,7 +127,7 @@ def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch:
 
 
 def compiler_version() -> str:
-    """NVRTC's, so that an update compiles anew."""
+    """NVRTC's version: an update compiles anew."""
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -140,7 +135,7 @@ def compiler_version() -> str:
 
 
 def default_cache() -> Path:
-    """Where machine code is kept between runs: below the setting `cache-dir`, which the server passes on."""
+    """Keeps machine code between runs, below the setting `cache-dir`."""
     if named := os.environ.get("WHIPPET_CACHE_DIR"):
         return Path(named) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -148,7 +143,7 @@ def default_cache() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Where machine code was put ahead, only to be read: below the setting `prebuilt-dir`."""
+    """Holds machine code compiled ahead, below the setting `prebuilt-dir`; only read."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "kernels" if named else None
 
@@ -161,7 +156,7 @@ def packaged_folder() -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class CubinCache:
-    """Machine code by hash, one file each."""
+    """Machine code, one file for each hash."""
 
     folder: Path
     compiler: str  # name and version
@@ -170,7 +165,7 @@ class CubinCache:
     _missed: Event = field(default_factory=Event)  # a missing file was already reported
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-        """The cubin of a source file; compiled once, then read. Raises BuildError."""
+        """Compiles a source once, then reads its cubin. Raises BuildError."""
         source = source_text(name)
         listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
         digest = hashlib.sha256("\0".join((_FORM, self.compiler, arch, listed, source)).encode()).hexdigest()
@@ -189,7 +184,7 @@ class CubinCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """The code in a file; None where there is none, or it is not for us to read, or not what was written."""
+    """None for a file that is missing, not readable for us, or damaged."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -214,19 +209,16 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 class Kernels(Protocol):
-    """Where launches get their kernels from."""
-
     @property
-    def gpu(self) -> GpuShape:
-        """That they run on."""
+    def gpu(self) -> GpuShape: ...
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
-        shared memory. Raises BuildError."""
+        """Compiles the kernel `entry` of `name`.cu with `defines`, launchable with `shared` bytes of dynamic shared
+        memory. Raises BuildError."""
 
 
 class WantedKernels:
-    """Notes what is asked for. What it gives has the real parameters and cannot run."""
+    """Records requested kernels. Those it returns have the real parameters and cannot run."""
 
     def __init__(self, gpu: GpuShape) -> None:
         self.gpu = gpu
@@ -246,7 +238,7 @@ class WantedKernels:
 
 
 class KernelLibrary:
-    """Kernels for one GPU, loaded on demand by one thread; others compile meanwhile."""
+    """Kernels for one GPU, loaded on demand by one thread; other threads compile meanwhile."""
 
     def __init__(self, arch: str, cache: CubinCache, gpu: GpuShape) -> None:
         self.arch = arch
@@ -258,7 +250,7 @@ class KernelLibrary:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")  # threads begin with the first work
 
     def compile_ahead(self, wanted: Iterable[Source]) -> None:
-        """Begins to compile, side by side, what was not asked for before; `kernel` then waits for its own alone."""
+        """Compiles new sources in parallel; `kernel` then waits only for its own."""
         new = set(wanted) - self._codes.keys()
         for source in sorted(new, key=lambda one: (one[0] not in SLOW, one)):
             self._codes[source] = self._pool.submit(self._compile, source)
@@ -268,8 +260,7 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Loads a source that is compiled ahead, once it is; else compiles it here. Raises BuildError, which names
-        it."""
+        """Waits for a source that is compiled ahead, else compiles it here. Raises BuildError, which names it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()
@@ -277,13 +268,11 @@ class KernelLibrary:
         return self._compile(source)
 
     def close(self) -> None:
-        """Nothing more is compiled ahead: what is still wanted is compiled when it is asked for."""
+        """Ends compilation ahead: later requests compile on demand."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._codes = {source: code for source, code in self._codes.items() if not code.cancelled()}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
-        shared memory. Raises BuildError."""
         key = (name, entry, tuple(sorted(defines.items())))
         found = self._loaded.get(key)
         if found is None:
@@ -325,8 +314,8 @@ def _too_old(capability: tuple[int, int]) -> str | None:
 
 
 def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
-    """The library of the current GPU, or for another architecture that it can run. Raises BuildError where it cannot
-    compile."""
+    """Opens the library of the current GPU, or of another architecture that it can run. Raises BuildError where nothing
+    can compile."""
     objection = _too_old(capability)
     if objection is not None:
         raise BuildError(objection)
@@ -338,7 +327,7 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
 
 
 def kept_in(folder: Path, *prebuilt: Path) -> CubinCache:
-    """What NVRTC compiles, or has compiled ahead. Raises BuildError where it is not here."""
+    """Raises BuildError where NVRTC is not installed."""
     try:
         # By one thread, before others compile: modules that two threads import at once are seen half made.
         import_module("cuda.core")

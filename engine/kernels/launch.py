@@ -23,7 +23,7 @@ class Boxes:
     operand: bool = True
 
     def map(self) -> Any:
-        """What the driver makes of it; nothing where it does not lie on a GPU."""
+        """The driver's tensor map; None where the matrix does not lie on a GPU."""
         if not self.matrix.is_cuda:
             return None
         from cuda.core import TensorMapDescriptorOptions as Options
@@ -51,7 +51,7 @@ class Trigger(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
+    """Blocks, threads of a block, and bytes of its dynamic shared memory."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -70,7 +70,7 @@ class Launch:
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # values as the driver takes them
 
     def __post_init__(self) -> None:
-        """Raises BuildError where the names of the values are not the kernel's."""
+        """Raises BuildError where the values' names are not the kernel's parameters."""
         object.__setattr__(self, "arguments", self.kernel.arguments(self.values))
 
     def alone(self) -> Launch:
@@ -78,12 +78,11 @@ class Launch:
         return replace(self, dependent=False)
 
     def with_trigger(self, trigger: Trigger) -> Launch:
-        """The same launch, letting its successor start at another point."""
         return replace(self, values={**self.values, "trigger": int(trigger)})
 
 
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
-    """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
+    """Binds tensors and numbers by parameter name. Raises BuildError where the names differ."""
     plain = {name: _plain(value) for name, value in values.items()}
     held = (value.matrix if isinstance(value, Boxes) else value for value in values.values())
     return Launch(kernel, shape, plain, tuple(one for one in held if isinstance(one, torch.Tensor)))
@@ -99,18 +98,17 @@ def _plain(value: Argument) -> Any:
 
 class Enqueues(Protocol):
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """In order; each sees what those before it wrote."""
+        """Runs launches in order; each sees what those before it wrote."""
 
 
 class Unlaunched:
-    """For tensors without memory: what a step consists of can be asked for, and none of it runs."""
+    """Stands in for tensors without memory, whose steps are prepared and never run."""
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
         pass
 
 
 def launcher_of(device: torch.device) -> Enqueues:
-    """For tensors that lie there."""
     return Unlaunched() if device.type == "meta" else Launcher()
 
 
@@ -126,7 +124,6 @@ class Launcher:
         self._launch: Any = launch
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """In order; each sees what those before it wrote."""
         stream = self._device.create_stream(_TorchStream(torch.cuda.current_stream()))
         for one in launches:
             shape = one.shape

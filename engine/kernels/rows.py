@@ -1,4 +1,4 @@
-"""Wrappers of `change`, `pick` and `finish`: the state of a batch's rows at fixed addresses, and how it moves from step
+"""Wrappers of `change`, `pick` and `finish`: the state of a batch's rows at fixed addresses and its changes from step
 to step."""
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ class RowStates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entering:
-    """A row that enters."""
-
     index: int  # among the row states
     token: int  # to be fed
     position: int  # of that token
@@ -59,7 +57,7 @@ class Entering:
     pages: Sequence[int] = ()
 
     def words(self) -> list[int]:
-        """Returns the words that `change` reads."""
+        """The words that `change` reads."""
         return [
             ENTER,
             self.index,
@@ -88,8 +86,6 @@ def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Ring in which `finish` reports to the host."""
-
     number: torch.Tensor  # int32 [1]: of the last step
     ring: torch.Tensor  # int64 [entries, rows], pinned: number << 32 | flags << 24 | token
 
@@ -116,8 +112,7 @@ def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
 
 
 def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
-    """Makes the launch of a change, whose `mail` int32 is laid out as in `rows.cu`. For one change; `times` makes it
-    one for more."""
+    """Applies one change (`times`: several), whose `mail` int32 is laid out as in `rows.cu`."""
     values: dict[str, Argument] = {
         "mail": mail,
         "token": states.token,
@@ -137,7 +132,7 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
 
 
 def times(launch: Launch, changes: int) -> Launch:
-    """Repeats `change` for several changes, of which no two are of the same row."""
+    """Repeats `change` for several changes, each of another row."""
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 

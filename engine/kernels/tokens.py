@@ -23,8 +23,6 @@ _THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each row chooses its token."""
-
     temperature: torch.Tensor  # float32 [batch]; 0 is greedy
     noise_key: torch.Tensor  # int64 [batch]: `engine.sampling.noise.seed_key`
     best: torch.Tensor  # int64 [batch], zero between steps
@@ -35,8 +33,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What `advance` moves on, and where it reports."""
-
     token: torch.Tensor  # int32 [batch]: being fed
     last_position: torch.Tensor  # int32 [batch]: a token placed there is the row's last
     stops: torch.Tensor  # int32 [batch, 8]: tokens that end the row, -1 for none
@@ -90,14 +86,14 @@ class TwoPasses:
 
     @property
     def plain_ring(self) -> int:
-        """Stages of the second pass: what fits where the first had its own, a tile at the least."""
+        """Stages of the second pass: what fits where the first had its own, but at least a tile."""
         size = tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth)
         fits = tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling) // size
         return min(max(fits, 2), tiling.MOST_STAGES)
 
 
 def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
-    """As `head`, but without logits."""
+    """Chooses as `head`, but without logits."""
     values: dict[str, Argument] = {
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
@@ -112,7 +108,7 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
 def two_pass_launch(
     library: Kernels, name: str, x: Normed, both: TwoPasses, values: dict[str, Argument], **more: int
 ) -> Launch:
-    """The launch of a head in two passes; `more`: further definitions."""
+    """Launches a head in two passes; `more`: further definitions."""
     first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
     if first.warps != second.warps:
         raise ValueError(f"passes of {first.warps} and {second.warps} warps")
@@ -133,8 +129,6 @@ def two_pass_launch(
 
 @dataclass(frozen=True, slots=True)
 class FirstNorm:
-    """What turns a token into the first layer's input."""
-
     table: torch.Tensor  # bfloat16 [vocabulary, hidden]
     gain: torch.Tensor  # float32 [hidden]
     target: Normed
@@ -175,7 +169,7 @@ class Fed:
 
 
 def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Launch:
-    """target, of one row = the last token that counts, as the head wants it."""
+    """target = the last token that counts, as one row for the head."""
     values: dict[str, Argument] = {"chunk": fed.residual, "place": fed.place, "gain": gain, **_stream(target)}
     kernel = library.kernel("advance", "take", {"OP_COLUMNS": fed.residual.shape[1]})
     return prepare(kernel, Shape((1, 1, 1), _THREADS), values).alone()

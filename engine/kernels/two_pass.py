@@ -1,5 +1,5 @@
-"""The head in two passes: a coarse copy of it that is read whole, and bounds that say which of its rows must be
-multiplied again to find the one that the plain head finds, key for key. `two_pass_head.cu` does it.
+"""The head in two passes (`two_pass_head.cu`): it reads a coarse copy whole, and multiplies again only the rows that by
+their bounds may be the one that the plain head finds, key for key.
 
 For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / root mean square, the same number in both:
 
@@ -11,8 +11,8 @@ The first term is exact arithmetic's (Cauchy-Schwarz). γ bounds what float32 ad
 them below, and cuts the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at
 most 18 · 2^-22 of the sum of magnitudes; a warp chains no more than its share of the columns / 32 of them (a lane's
 eight columns go to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24
-each, with the three roundings of f and s, stay below 2^-19. What numbers below the normal ones lose stands in the
-kernel, as do the sums too large to be bounded. Neither pass rounds its result to fewer bits than float32.
+each, with the three roundings of f and s, stay below 2^-19. The kernel accounts for what numbers below the normal ones
+lose, and for sums too large to be bounded. Neither pass rounds its result to fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAST = 1e-20  # what squares too small for float32 may hide of a norm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoarseCopy:
-    """A matrix in eight bits, and how far its products may be off."""
+    """A matrix in eight bits and the error bound of its products."""
 
     matrix: Matrix  # INT8_TILES, whole tiles of eight rows
     margins: torch.Tensor  # int32 [rows]: bf16 scale below, above it bf16 bound for an activation of length 1
@@ -59,12 +59,11 @@ def why_not(head: Matrix) -> str | None:
 
 
 def copy_bytes(head: Matrix) -> int:
-    """What `coarse_copy` will take."""
     return -(-head.rows // 8) * 8 * head.columns + 4 * head.rows
 
 
 def gamma(columns: int, warps: int) -> float:
-    """See the module's text."""
+    """γ of the module's text."""
     return (-(-columns // (32 * warps)) + 1) * 18 * 2.0**-22 + 2.0**-19
 
 
@@ -97,7 +96,7 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
 
 
 def coarse_rows(copy: CoarseCopy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a copy holds: float64 q [rows, columns], scale and bound [rows]."""
+    """float64 q [rows, columns], scale and bound [rows]."""
     rows, columns = copy.margins.shape[0], copy.matrix.columns
     q = copy.matrix.data.view(-1, columns // _SPAN, 8, 4, 16).permute(0, 2, 1, 3, 4).reshape(-1, columns)[:rows]
     scale = (copy.margins << 16).view(torch.float32)
@@ -110,7 +109,7 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_up(values: torch.Tensor) -> torch.Tensor:
-    """Non-negative float32 to the next bfloat16 that is no smaller; beyond its range infinity."""
+    """Rounds non-negative float32 up to bfloat16; beyond its range to infinity."""
     bits = values.view(torch.int32)
     return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 
