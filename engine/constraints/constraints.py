@@ -1,11 +1,11 @@
 """Tracks which tokens the sequences of a runner may generate next.
 
 Grammars are followed in processes of their own (docs/adr/0062-constraints-in-processes.md), because llguidance may
-exhaust or crash the process that it runs in. A step waits for their answers for `Budget.step_wait` at most, and only
-for callers whose masks have come in time lately.
+exhaust or crash its process. A step waits for their answers for `Budget.step_wait` at most, and only for callers whose
+masks have come in time lately.
 
-A sequence that has no mask yet, and whose caller's masks were late, is not planned (`ready`). A row that was planned
-and has no mask when its token is chosen ends in RowEnd.LATE, and is planned again later.
+A sequence without a mask, whose caller's masks were late, is not planned (`ready`). A planned row whose mask is missing
+when its token is chosen ends in RowEnd.LATE, and is planned again later.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
 
 @dataclass(slots=True, eq=False)
 class _HeldConstraint:
-    """Holds the constraint of a sequence and the last answers of the process that follows it."""
+    """A sequence's constraint and the last answers of its process."""
 
     number: int  # names the sequence to its process; never reused, so that no answer is taken for another's
     constraint: Constraint
@@ -103,22 +103,22 @@ class Constraints:
     # Called by the loop, outside of steps
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
-        """Starts the compile of the grammar and of its first mask. `compiled` reports when both are done."""
+        """Starts to compile the grammar and its first mask; `compiled` reports when both are done."""
         self._begin(key, constraint, stops, forcing, [])
 
     def compiled(self, key: int) -> bool:
-        """Returns whether the compile is over. The sequence can then be planned, unless `failure` has a reason."""
+        """Whether the compile is over, so that the sequence can be planned unless `failure` has a reason."""
         if self._processes.unloadable and key in self._held:
             self._held[key].failed = ConstraintReason.UNMET
         return self._is_ready(self._held[key])
 
     def failure(self, key: int) -> ConstraintReason | None:
-        """Returns why the sequence can never run, or None."""
+        """Why the sequence can never run."""
         return self._held[key].failed
 
     @property
     def unloadable(self) -> str:
-        """Explains why no constraint can be used with this model; empty where constraints can be used."""
+        """Why no constraint can be used with this model; empty where constraints can be."""
         return self._processes.unloadable
 
     @property
@@ -132,18 +132,18 @@ class Constraints:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Lists the fork server's process id; all other processes are its children."""
+        """The fork server's process id; all other processes are its children."""
         return self._processes.pids if isinstance(self._processes, Processes) else ()
 
     def forget(self, key: int) -> None:
-        """Discards what is held of a sequence, and ends the sequence in its process."""
+        """Discards what is held of a sequence, and ends it in its process."""
         held = self._held.pop(key, None)
         if held is not None:
             self._leave(held)
 
     def collect(self) -> None:
-        """Takes in the answers that have arrived, without waiting. About once a second, also discards sequences that
-        have been preempted for long and ends idle processes."""
+        """Takes in arrived answers, without waiting. About once a second, also discards sequences that were preempted
+        long ago and ends idle processes."""
         if not self._held and not self.kept:
             return
         self._processes.wait(0)
@@ -158,8 +158,8 @@ class Constraints:
     # Called by the scheduler
 
     def ready(self, key: int) -> bool:
-        """Returns whether a step that chooses the sequence's next token has its mask, or may wait for it briefly
-        because the caller's masks have come in time."""
+        """Whether a step that chooses the sequence's next token has its mask, or may wait for it briefly because the
+        caller's masks have come in time."""
         held = self._held.get(key)
         return held is None or self._is_ready(held) or self._trusted(held)
 
@@ -188,9 +188,8 @@ class Constraints:
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
-        """Returns one bit for each token that may come next, from the lowest bit of the first byte on. `assumed` are
-        draft tokens that come before that token. No bit is set where the grammar forbids `assumed` or ends with it, and
-        where the mask does not come in time."""
+        """One bit for each token that may follow the draft `assumed`, lowest bit of the first byte first. No bit is set
+        where the grammar forbids `assumed` or ends with it, or the mask is late."""
         held = self._held[key]
         before = tuple(assumed)
         if before:
@@ -201,14 +200,14 @@ class Constraints:
         return held.mask
 
     def expect(self, key: int, draft: Sequence[int]) -> None:
-        """Requests the masks that a draft is verified with, ahead of their use."""
+        """Requests the masks that verify a draft ahead of their use."""
         held = self._held.get(key)
         if held is not None and draft and held.failed is None and self._trusted(held):
             self._ask_ahead(held, tuple(draft))
 
     def stuck(self, key: int) -> RowResult:
-        """Returns the end of a sequence for which no token is left: COMPLETE where its grammar may end here, otherwise
-        STUCK or COSTLY. A sequence whose mask was only late is not ended (LATE)."""
+        """Ends a sequence for which no token is left: COMPLETE where its grammar may end here, otherwise STUCK or
+        COSTLY. A late mask does not end it (LATE)."""
         held = self._held[key]
         if held.late:
             held.late = False
@@ -219,7 +218,7 @@ class Constraints:
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
 
     def ended(self, results: dict[int, RowResult], sequences: Iterable[SequenceState]) -> dict[int, RowResult]:
-        """Replaces the constrained results without a token by an end, where the mask was late or had no token left. The
+        """Replaces constrained results without a token by an end, where the mask was late or had no token left. The
         other results without a token stay: their logits were not numbers."""
         for one in sequences:
             if one.key not in self._held or results[one.key].token_ids:
@@ -229,8 +228,8 @@ class Constraints:
         return results
 
     def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Advances the grammars by the tokens that a step chose, and returns the results with the tokens that the
-        grammars force after them. A row that was advanced earlier in the same step is skipped."""
+        """Advances the grammars by the tokens that a step chose, and adds the tokens that they force. Skips rows that
+        were advanced earlier in the same step."""
         if not self._held:
             return results
         going: list[int] = []
@@ -275,7 +274,7 @@ class Constraints:
                 pass
 
     def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
-        """Implements `processes.Listener`. Sequences that are not to blame begin anew in another process."""
+        """Begins sequences that are not to blame anew in another process."""
         for key, held in [*self._held.items()]:
             if held.process is not process or held.failed is not None:
                 continue
@@ -337,7 +336,7 @@ class Constraints:
         self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, answer)
 
     def _unpark(self, which: Callable[[_HeldConstraint], bool]) -> None:
-        """Discards the preempted sequences that `which` selects. Their grammars begin anew when they get a slot."""
+        """Discards the preempted sequences that `which` selects; their grammars begin anew when they get a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
@@ -358,8 +357,7 @@ class Constraints:
         return late_at is None or self._clock() - late_at >= DISTRUST
 
     def _awaited(self, held: _HeldConstraint, there: Callable[[], bool]) -> bool:
-        """Waits until `there()` is true, while the caller is trusted and the step has waiting time left. Returns
-        whether `there()` is true."""
+        """Waits for `there()` while the caller is trusted and the step has waiting time left; returns its value."""
         if not there():
             self._processes.wait(0)
         while not there():
@@ -409,7 +407,7 @@ class Constraints:
             self._processes.ask(held.process, Advance(held.number, ids, held.forcing and self._trusted(held)))
 
     def _with_forced(self, held: _HeldConstraint, brought: RowResult) -> RowResult:
-        """Returns the row's result with the tokens that its grammar forces after it, if the process answers in time."""
+        """The row's result with the tokens that its grammar forces after it, if the process answers in time."""
         self._awaited(held, lambda: held.followed is not None or held.failed is not None)
         if held.followed is None:
             held.overdue = held.failed is None
@@ -431,7 +429,6 @@ def _name(constraint: Constraint) -> bytes:
 
 
 def _barred(mask: bytearray, tokens: Iterable[int]) -> bytearray:
-    """Returns the mask without these tokens."""
     left = bytearray(mask)
     for token in tokens:
         if token // 8 < len(left):

@@ -1,8 +1,7 @@
-"""Provides what fork servers have in common: the loop that forks and reaps, and the limits of forked processes.
+"""The common part of fork servers: the loop that forks and reaps, and the limits of forked processes.
 
-A fork server loads data once, and the processes that it forks share the data without loading it. A fork server runs no
-thread, so that forking is safe. No forked process outlives its parent. The front imports this module as well, so it
-does not import torch.
+A fork server loads data once for all its forked processes, runs no thread, so that forking is safe, and never leaves
+one behind its parent. The front imports this module too, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ForkServer(ABC):
 
     @abstractmethod
     def ended(self, key: int, code: int) -> bytes:
-        """Encodes the message that a process has ended with an exit code, or with minus the number of a signal."""
+        """Encodes that a process has ended, with its exit code or minus a signal's number."""
 
     def run(self) -> None:
         """Serves until the parent closes its socket."""
@@ -82,7 +81,7 @@ class ForkServer(ABC):
             os._exit(code)
 
     def kill(self, key: int) -> None:
-        """Kills a process. Its pid is still its own, because `_pids` holds only processes that are not reaped yet."""
+        """Kills a process. Its pid is still its own, because `_pids` holds only unreaped processes."""
         if key in self._pids:
             os.kill(self._pids[key], signal.SIGKILL)
 
@@ -99,7 +98,6 @@ class ForkServer(ABC):
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl took effect
@@ -108,7 +106,7 @@ def die_with_parent() -> None:
 
 def confine(memory: int) -> None:
     """Limits this process to `memory` bytes more than it has and a few open files, forbids it to write to files, and
-    has the kernel's OOM killer prefer it."""
+    makes it the OOM killer's first choice."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))

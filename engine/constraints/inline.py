@@ -1,5 +1,5 @@
-"""Follows grammars in the calling process, without time bounds, for benches and tests that have a vocabulary of their
-own. Has the methods of `Processes` that `Constraints` calls."""
+"""Follows grammars in the calling process, without time bounds, for benches and tests with their own vocabulary. Has
+the methods of `Processes` that `Constraints` calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.constraints.processes import ConstraintProcess, ProcessListener
 
 
 class Inline:
-    """Follows the grammars of all callers in this process. `wait` delivers the answers, as `Processes.wait` does."""
+    """Follows the grammars of all callers here. `wait` delivers the answers, as `Processes.wait` does."""
 
     def __init__(self, grammars: Grammars, listener: ProcessListener) -> None:
         self._following = Following(grammars, Budget(), lambda: 0, HeapGauge().give_back)

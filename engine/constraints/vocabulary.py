@@ -27,9 +27,8 @@ class _Bytes:
 
 
 def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
-    """Reads the vocabulary of a model folder or GGUF file, or that of plain bytes where `folder` is empty. The second
-    value is the token whose bit in a mask means that the answer may end. Takes about a second for large vocabularies.
-    Raises OSError or ValueError."""
+    """Reads a model folder or GGUF file, or makes plain bytes where `folder` is empty; about a second for large ones.
+    The second value is the token whose bit in a mask means that the answer may end. Raises OSError or ValueError."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not folder:
