@@ -1,9 +1,8 @@
-"""Throttles background sequences beside interactive ones: a step feeds as many of them as make it little longer than
-without them. Torch-free.
+"""Throttles background sequences beside interactive ones: a step feeds as many of them as lengthen it little.
 
 A step's time by its background rows is measured, beginning with none: their number doubles as long as fewer cost
 little. Throttled sequences keep slot and pages, and the lowest ranks are fed first, so that they end and others follow.
-Their prompts get a small share of the time, a short chunk now and then.
+Their prompts get a short chunk now and then.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _ANEW = 1024  # steps after which everything is measured again
 
 
 class _Sides(NamedTuple):
-    """Sequences that a step may feed. All lists lowest rank first."""
+    """Sequences that a step may feed, in lists with the lowest rank first."""
 
     before: list[Sequence]  # which are not throttled
     decoding: list[Sequence]  # of those who yield
@@ -36,8 +35,6 @@ class _Sides(NamedTuple):
 
 
 class _StepCost:
-    """Smoothed seconds of a step."""
-
     __slots__ = ("seconds", "steps")
 
     def __init__(self) -> None:
@@ -54,7 +51,7 @@ class _StepCost:
 
 
 class BackgroundThrottle:
-    """Chooses background rows before each step with an interactive sequence, and measures after it."""
+    """Chooses background rows before each step with an interactive sequence, and measures the step."""
 
     def __init__(self) -> None:
         self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
@@ -69,13 +66,13 @@ class BackgroundThrottle:
         self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nothing is throttled
 
     def away(self) -> None:
-        """Marks that the next step is not throttled, or its time means nothing."""
+        """The next step is not throttled, or its time means nothing."""
         self._began, self._settling = None, _SETTLING
 
     def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
-        """Returns the sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background
-        sequence that has waited for so long that it ranks before an interactive one is not throttled. While `changes`
-        is the same, so are `sequences`: examining hundreds of them takes as long as a step of a few."""
+        """The sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background sequence
+        that has waited until it ranks before an interactive one is not throttled. While `changes` is the same, so are
+        `sequences`: examining hundreds of them takes as long as a step of a few."""
         if changes is None or self._known is None or self._known[0] != changes:
             self._known = -1 if changes is None else changes, _sides(sequences)
         sides = self._known[1]
@@ -125,7 +122,6 @@ class BackgroundThrottle:
             self._costs.clear()
 
     def _allowed(self, most: int) -> int:
-        """Returns how many background rows the next step may have."""
         alone = self._alone()
         if not alone:
             return 0
@@ -154,7 +150,7 @@ class BackgroundThrottle:
 
 
 def _sides(sequences: Items[Sequence]) -> _Sides | None:
-    """Returns None where nothing is to be throttled."""
+    """None where nothing is to be throttled."""
     ready = [one for one in sequences if not one.paused]
     last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
     if last is None:
@@ -173,5 +169,5 @@ def _sides(sequences: Items[Sequence]) -> _Sides | None:
 
 
 def _left(sequence: Sequence) -> int:
-    """Returns how many tokens are not computed yet: one where it decodes."""
+    """Tokens not computed yet: one where it decodes."""
     return len(sequence.token_ids) - sequence.computed

@@ -1,5 +1,5 @@
-"""Keeps a set of (rank, key) pairs in order. Adding and removing search in log n and shift an array of pointers, which
-for tens of thousands is a few microseconds and leaves no dead entries, unlike a heap."""
+"""Keeps (rank, key) pairs in order. Changes search in log n and shift an array of pointers, which for tens of thousands
+takes a few microseconds and leaves no dead entries, unlike a heap."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Bounds running sequences and prompt tokens so that a stream's tokens are no further apart than a target. Torch-free;
-without a target it bounds nothing and measures nothing.
+"""Bounds running sequences and prompt tokens so that a stream's tokens are no further apart than a target; idle without
+one.
 
-A step's time is learnt from steps: by its decoding rows, and what its prompt tokens add. Rows may take most of the
-target, and prompts the rest. More sequences start only while steps are well below that, and by no more than a step's
-time would grow if it were all for rows. Fewer start once steps are above it; running ones go on: to feed them by turns
-would give each of them fewer tokens.
+Step times are learnt by the number of decoding rows, and by what prompt tokens add. Rows may take most of the target,
+prompts the rest. More sequences start only while steps are well below that, and by no more than a step's time would
+grow if it were all for rows. Fewer start once steps are above it; running ones go on: feeding them by turns would give
+each of them fewer tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StepCosts:
         self._known: dict[int, float] = {}  # by bucket
 
     def of(self, size: int) -> float | None:
-        """Returns None before any was measured."""
+        """None before any was measured."""
         if not size:
             return 0.0
         if not self._known:
@@ -67,12 +67,11 @@ class Pacing:
 
     @property
     def rows(self) -> int:
-        """Returns how many sequences may run at once."""
+        """The number of sequences that may run at once."""
         return int(self._rows)
 
     def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
-        """Returns how many prompt tokens, of `most`, the next step may feed beside the running sequences that
-        decode."""
+        """The number of prompt tokens, of `most`, that the next step may feed beside the decoding sequences."""
         if self._target is None:
             return most
         left = [len(one.token_ids) - one.computed for one in running if not one.paused]

@@ -1,7 +1,7 @@
-"""Defines the step as data: what a step is to do, and its result. Torch-free.
+"""Defines the step as data: what a step is to do, and its result. No torch.
 
-A plan refers to no live object, so it can be logged, replayed, and sent to several workers. They are msgspec structs
-and not dataclasses, since a step builds some of them and a struct takes an eighth of the time.
+A plan refers to no live object, so it can be logged, replayed, and sent to several workers. Its parts are msgspec
+structs, which take an eighth of a dataclass's time to build.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     """One sequence's share of a step: feed its tokens [start, start + count).
 
     Full pages before `start` may be shared with other sequences and be their work: the first row of a sequence may
-    start anywhere on a page's border, and a later row of its prompt further on than the one before has ended. Pages
-    that no row has reached yet may be exchanged for others between two rows.
+    start on any page's border, and a later row of its prompt beyond the end of the row before. Pages that no row has
+    reached yet may be exchanged between two rows.
     """
 
     key: int
@@ -75,10 +75,10 @@ class RowEnd(enum.StrEnum):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """Result of a row that sampled or scored: one id or several, fewer or as many logprobs as ids.
+    """Result of a row that sampled or scored: its ids, and at most as many logprobs.
 
-    Several only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be in
-    them, since the keys and values of all new ids but the last and the forced ones count as computed. None at all: its
+    Several ids only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be
+    in them, since the keys and values of all new ids but the last and the forced ones count as computed. No ids: its
     logits were not finite, and this sequence alone fails, unless `end` states otherwise.
     """
 
@@ -107,7 +107,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """Which executor computes which rows of a step. Shares run in their order, and no row is in two of them."""
+    """Divides a step's rows among executors. Shares run in their order, and no row is in two of them."""
 
     shares: tuple[Share, ...]
 
@@ -147,13 +147,12 @@ class Runner(Protocol):
     def pages(self) -> PageAccess: ...
 
     def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
-        """Does a step, as a recorded assignment says where one is given."""
+        """Runs a step, divided as a recorded assignment says where one is given."""
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
-        """Sets work to do repeatedly while waiting for a step: a short piece, True where there was any. It raises
-        nothing."""
+        """Sets work to repeat while waiting for a step: a short piece, True where it did any. It raises nothing."""
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """Raises Unsupported for a name it does not have."""
+        """Raises Unsupported for an unknown name."""
 
     def close(self) -> None: ...

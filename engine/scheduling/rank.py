@@ -12,13 +12,13 @@ from engine.scheduling.sequence import Sequence
 
 
 def rank(sequence: Sequence) -> tuple[float, int]:
-    """Returns the order: the lower is served first. No two are alike."""
+    """The lower is served first; no two are alike."""
     request = sequence.request
     return request.arrived_at - AGING * request.priority - request.forward, sequence.key
 
 
 def timer(sequence: Sequence) -> float | None:
-    """Returns the earlier of deadline and expiry."""
+    """The earlier of deadline and expiry."""
     request = sequence.request
     times = [time for time in (request.deadline, request.expires_at) if time is not None]
     return min(times, default=None)

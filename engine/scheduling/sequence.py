@@ -1,4 +1,4 @@
-"""Holds the one mutable record of a live request. Only the engine loop writes it."""
+"""The one mutable record of a live request. Only the engine loop writes it."""
 
 from __future__ import annotations
 
@@ -70,12 +70,10 @@ class Sequence:
         return self.scored < min(end, self.prompt_length - 1)
 
     def advance(self, computed: int) -> None:
-        """Records that `computed` tokens are computed."""
         self.computed = computed
         self.reached = max(self.reached, computed)
 
     def skip_to(self, computed: int) -> None:
-        """Advances where shared pages did the work. What the sequence had computed itself before it lost its pages is
-        no gain."""
+        """Advances over shared pages. Tokens that the sequence had computed before it lost its pages are no gain."""
         self.cached_tokens += max(0, min(computed, self.prompt_length) - self.reached)
         self.advance(computed)

@@ -1,4 +1,4 @@
-"""Mirrors the sequences that hold slots for a runner. Torch-free.
+"""Mirrors the sequences that hold slots for a runner. No torch.
 
 The scheduler has its own record of each sequence; the two agree because both follow the same plans and results.
 """
@@ -37,8 +37,8 @@ class SequenceState:
         return len(self.token_ids) - self.prompt_length
 
     def last_position(self, max_context: int) -> int:
-        """Returns the position of the last token that a step may choose for the sequence. Where max_tokens is 0, one
-        token is chosen all the same, and dropped."""
+        """Position of the last token that a step may choose. Where max_tokens is 0, one token is chosen all the same,
+        and dropped."""
         return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
 
     def set_pages(self, first: int, pages: Iterable[int]) -> None:
@@ -80,16 +80,14 @@ class SequenceTable:
         return self._held[row.slot]
 
     def at(self, slot: int) -> SequenceState:
-        """Returns the sequence that holds the slot."""
         return self._held[slot]
 
     def states(self) -> tuple[SequenceState, ...]:
-        """Returns the sequences that hold slots."""
         return tuple(self._held.values())
 
 
 def begin(admitted: Admitted) -> SequenceState:
-    """Returns a sequence as it is right after its admission."""
+    """State right after admission."""
     return SequenceState(
         key=admitted.key,
         slot=admitted.slot,
@@ -105,7 +103,7 @@ def begin(admitted: Admitted) -> SequenceState:
 
 
 def readmission(state: SequenceState) -> Admitted:
-    """Returns the admission that would recreate the sequence as it is now, the inverse of `begin`."""
+    """The admission that would recreate the sequence as it is now, the inverse of `begin`."""
     return Admitted(
         key=state.key,
         slot=state.slot,

@@ -1,4 +1,4 @@
-"""Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack. Torch-free.
+"""Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack.
 
 A sequence is running (it has a slot) or waiting; one that is fetching or parked (its reader is behind) may have no slot
 and does not wait for one.
@@ -49,7 +49,6 @@ class Slots:
 
     @property
     def most_running(self) -> int:
-        """Returns how many sequences may run at once."""
         return min(self._width, self._pacing.rows)
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -59,7 +58,7 @@ class Slots:
             self._waiting[sequence.key] = sequence
 
     def pause(self, sequence: Sequence) -> None:
-        """Pauses a sequence, which keeps its slot and pages while no other needs them."""
+        """The sequence keeps its slot and pages while no other needs them."""
         self._leave_line(sequence)
         sequence.paused = True
         self.paused += 1
@@ -80,13 +79,12 @@ class Slots:
                 self._preempt(sequence)
 
     def start_waiting(self) -> None:
-        """Gives slots and pages to waiting sequences, strictly by rank, so that a large one is not overtaken
-        forever."""
+        """Gives slots and pages strictly by rank, so that a large sequence is not overtaken forever."""
         while self.start_first():
             pass
 
     def start_first(self) -> bool:
-        """Gives slot and pages to the first that waits; whether there was one, and room for it."""
+        """Gives slot and pages to the first waiting sequence; False where there is none, or no room for it."""
         first = self._line.first()
         if first is None:
             return False
@@ -132,8 +130,8 @@ class Slots:
     # What plans say
 
     def planned(self, rows: list[Row]) -> StepPlan:
-        """Returns the plan of these rows. The plan admits those of them that got a slot since the runner last heard of
-        them, and releases all sequences that gave one up since the last plan."""
+        """The plan of these rows: admits those that got a slot since the last plan, and releases all that gave one
+        up."""
         if not self._admitted and not self._released:
             return StepPlan(tuple(rows))
         # A sequence is admitted by the first step that feeds it, so that an admission that raises fails no other step.
@@ -167,8 +165,8 @@ class Slots:
         return self.spare or sum(not one.paused for one in self.running) < self.most_running
 
     def _given_way(self, sequence: Sequence) -> bool:
-        """Preempts the lowest-ranked background sequence to make room for an interactive one, since it might keep its
-        slot for long."""
+        """Preempts the lowest-ranked background sequence for an interactive one, since it might keep its slot for
+        long."""
         if sequence.request.priority != Priority.INTERACTIVE:
             return False
         ready = [one for one in self.running if not one.paused]
@@ -197,12 +195,11 @@ class Slots:
         return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
 
     def _leave_line(self, sequence: Sequence) -> None:
-        """Removes it from the queue, if it waits."""
         if self._waiting.pop(sequence.key, None) is not None:
             self._line.discard(*rank(sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
+        """Takes slot and pages away; what of prompt and output was not kept is computed anew later."""
         self.preemptions += 1
         self._stop(sequence, sound=True)
         self.enqueue(sequence)

@@ -2,8 +2,8 @@
 solo or memory has run out.
 
 Where a step found no memory, its rows are fed in halves, and halves of those, until the rest fits or a row is left
-alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are fed in
-halves likewise, until the row that raises is alone. Solos take turns with all the others.
+alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are halved
+likewise until the row that raises is alone. Solos take turns with all the others.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Turns:
         self._solos.discard(sequence.key)
 
     def next(self, running: list[Sequence]) -> Items[Sequence]:
-        """Returns the sequences that the next step may feed, in their order."""
+        """The sequences that the next step may feed, in their order."""
         while self._parts:
             part = self._parts.popleft()
             chosen = [one for one in running if one.key in part and not one.paused]
@@ -72,8 +72,7 @@ class Turns:
         return True
 
     def part(self, rows: Items[Row]) -> bool:
-        """Splits the rows of a step that raised into halves for the next steps. Returns False for a row that was
-        alone."""
+        """Splits the rows of a step that raised into halves for the next steps. False for a row that was alone."""
         if len(rows) > 1:
             self._halve(rows)
         return len(rows) > 1
