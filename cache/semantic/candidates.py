@@ -70,7 +70,7 @@ class CandidateStore:
         return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
-        """Returns None where the text is too short or too long for the embedder to be trusted."""
+        """None where the text is too short or too long for the embedder to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
@@ -107,7 +107,7 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """Returns `nearest`, or the result of a new search if entries were added since."""
+        """Searches again if entries were added since, else returns `nearest`."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
@@ -138,7 +138,6 @@ class CandidateStore:
         self._context.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
-        """Ends tasks and thread."""
         for index in self._indexes.values():
             if index.following is not None:
                 index.following.cancel()
@@ -155,7 +154,7 @@ class CandidateStore:
             self._context.counter.count("semantic_follow", "fault")
 
     async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
-        """Reads some members and their entries into the index. Returns whether there may be more."""
+        """Reads some members and their entries into the index. True where there may be more."""
         begun = time.monotonic()
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]

@@ -125,7 +125,6 @@ class _Builder:
 
 
 def build(shape: EncoderShape, weights: Mapping[str, Array]) -> ModelProto:
-    """Builds the graph in fp32."""
     builder = _Builder(shape, weights)
     x = builder.embeddings()
     for number in range(shape.layers):

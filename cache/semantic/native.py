@@ -59,12 +59,12 @@ class _Encoder(ctypes.Structure):
 
 
 def hidden() -> frozenset[str]:
-    """Returns flags of `NEEDS` that the environment treats as absent."""
+    """Flags of `NEEDS` that the environment treats as absent."""
     return frozenset(NEEDS) & frozenset(os.environ.get(HIDE, "").replace(",", " ").split())
 
 
 def lacking() -> str:
-    """Returns needed flags that this machine's processor lacks; empty where it has all."""
+    """Needed flags that this machine's processor lacks; empty where it has all."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"{sys.platform} on {platform.machine()}"
     try:

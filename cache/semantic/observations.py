@@ -27,9 +27,9 @@ _TRIES = 4  # attempts to change a value that another replica changes at the sam
 
 
 def difference(one: str, other: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """Returns the words of each question that the other lacks, and whether the shared words are reordered. The result
-    is the same for both orders of the arguments. Articles, `not`, `do` and `be` are joined to the word that follows:
-    that `an` was harmless before `apple` is no evidence for `an` before `iron`."""
+    """The words of each question that the other lacks, and whether the shared words are reordered; the same for both
+    orders of the arguments. Articles, `not`, `do` and `be` are joined to the word that follows: that `an` was harmless
+    before `apple` is no evidence for `an` before `iron`."""
     a, b = _spoken(one), _spoken(other)
     mine, theirs = Counter(a) - Counter(b), Counter(b) - Counter(a)
     moved = [word for word in a if word not in mine] != [word for word in b if word not in theirs]

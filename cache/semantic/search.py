@@ -1,4 +1,4 @@
-"""Implements the semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
+"""The semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
 
 from __future__ import annotations
 
@@ -60,8 +60,7 @@ class _Read:
 
 
 def _unfit(turn: SemanticTurn) -> str:
-    """Returns why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes
-    longer."""
+    """Why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes longer."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -170,7 +169,6 @@ class SimilarCache:
             await notes.add(key, tenant, turn.caller, right)
 
     async def aclose(self) -> None:
-        """Ends tasks and thread."""
         await self._candidates.aclose()
 
     def _why_not(self, turn: SemanticTurn) -> str:
@@ -269,7 +267,7 @@ class SimilarCache:
     def _first(
         self, turn: SemanticTurn, found: list[_SimilarQuestion]
     ) -> tuple[_SimilarQuestion, AnswerCandidate] | None:
-        """Returns the nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
+        """The nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):

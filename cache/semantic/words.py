@@ -29,7 +29,7 @@ _LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word that a mark af
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Holds a question in the forms in which questions are compared."""
+    """A question in the forms in which questions are compared."""
 
     words: tuple[str, ...]  # normalized, with their marks; equal for equal questions
     bare: tuple[str, ...]  # normalized, without marks; the rules of `guard` read these
@@ -38,7 +38,7 @@ class Words:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Holds one word between two blanks and the mark after it."""
+    """One word between two blanks and the mark after it."""
 
     body: str
     mark: str
@@ -50,7 +50,6 @@ class _Chunk:
 
 @lru_cache(maxsize=4096)
 def words_of(text: str) -> Words:
-    """Normalizes a question. The function is pure and memoized."""
     letters = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
     spoken = frozenset(_LETTERS.findall(text.lower()))
     mentioned = not lex.MENTIONING.isdisjoint(spoken)
@@ -76,8 +75,7 @@ def _reworded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _chunks(text: str) -> list[_Chunk]:
-    """Splits a text at its blanks. Returns an empty list if a sign may be code, a quotation or another kind of
-    blank."""
+    """Splits a text at its blanks; empty if a sign may be code, a quotation or another kind of blank."""
     found = [_CHUNK.fullmatch(word) for word in text.split(" ") if word]
     return [] if None in found else [_Chunk(each[1], each[2]) for each in found if each is not None]
 
@@ -122,7 +120,7 @@ def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
-    """Returns whether the first word, at the head of a sentence, is no name, so that its capital carries no meaning."""
+    """Whether the first word, at the head of a sentence, is no name, so that its capital carries no meaning."""
     first = chunks[0].lower
     after = chunks[1].body if len(chunks) > 1 else ""
     if first in lex.NAMES_TOO:  # such as the name Will
@@ -133,8 +131,8 @@ def _opens(chunks: Sequence[_Chunk]) -> bool:
 
 
 def _starts(chunks: Sequence[_Chunk]) -> list[int]:
-    """Returns the indices at which sentences begin. A full stop after a short or cut word, as in `Dr.`, begins none,
-    because a name may follow."""
+    """Indices at which sentences begin. A full stop after a short or cut word, as in `Dr.`, begins none, because a name
+    may follow."""
 
     def ends(chunk: _Chunk) -> bool:
         word = re.fullmatch(r"[a-z]{4,}", chunk.body) is not None and chunk.body not in lex.CUT
@@ -163,7 +161,7 @@ def _fold_names(chunks: list[_Chunk]) -> None:
 
 
 def _asks_for_itself(chunks: Sequence[_Chunk], at: int) -> bool:
-    """Returns whether the `i` at this index is the pronoun, as in `do i need` but not in `can i and j differ`."""
+    """Whether the `i` at this index is the pronoun, as in `do i need` but not in `can i and j differ`."""
     if at == 0:
         return not chunks[0].mark and len(chunks) > 1 and chunks[1].body in lex.AFTER_PRONOUN
     around = chunks[at - 1 : at + 2]
@@ -196,7 +194,7 @@ def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
 
 
 def _asks(words: Sequence[str]) -> bool:
-    """Returns whether these words, without a mark, can only be a question. `how nice you are` is an exclamation."""
+    """Whether these words, without a mark, can only be a question. `how nice you are` is an exclamation."""
     if len(words) < 3:
         return False
     first, second = words[0], words[1]
