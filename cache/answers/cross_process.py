@@ -1,7 +1,7 @@
 """Coalesces identical requests across replicas: the holder of a lease generates, the others read its stream.
 
-Every fault ends in generating locally: a fault of the store, a leader that is silent for too long, a stream that does
-not open. Parts that were delivered are never delivered twice (`resume`).
+Every fault ends in generating locally: a fault of the store, a leader that is silent too long, a stream that does not
+open. Delivered parts are never delivered twice (`resume`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class _LeaderLostError(Exception):
 
 
 class CrossProcess:
-    """Wraps a way of generating so that one replica does it for all."""
-
     def __init__(self, leases: Leases, envelope: Envelope, settings: SingleFlightSettings, counter: Counter) -> None:
         self._leases = leases
         self._envelope = envelope
@@ -46,7 +44,7 @@ class CrossProcess:
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yields the answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that
+        """Yields the answer, whichever replica generates it. Raises what `generate` raises. `within`: seconds that
         asking for the lease may take."""
         delivered: list[AnswerPart] = []
         alone = False

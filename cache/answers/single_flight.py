@@ -1,10 +1,10 @@
 """Coalesces identical requests in this process into one generation, read by all (single-flight).
 
 A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
-read from the first part. No task of its own drives it: a reader at the end of the log fetches the next part, unless
-another one is fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly
-as from the engine, and a leader that leaves is followed by the next reader. When the generation fails, the next
-reader's own way of generating continues where the log ends.
+read from the first part. No task drives it: a reader at the end of the log fetches the next part, unless another is
+fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly as from the
+engine, and the next reader follows a leader that leaves. When the generation fails, the next reader's own way of
+generating continues where the log ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ class _SharedReader:
 
 
 class SharedGeneration:
-    """One answer on its way to one or more readers."""
-
     def __init__(self, counter: Counter) -> None:
         self.log: list[AnswerPart] = []
         self.begun = False  # a reader was admitted
@@ -72,7 +70,7 @@ class SharedGeneration:
             self._leader = None
 
     def close(self) -> None:
-        """Ends it, if it has not ended: readers get Unfinished."""
+        """Gives readers Unfinished, if it has not ended."""
         if self.busy:
             self.error = Unfinished("the shared generation was ended")
             if self._generation is not None:
@@ -95,8 +93,8 @@ class SharedGeneration:
                 self.close()
 
     async def next(self, reader: _SharedReader) -> AnswerPart:
-        """Returns the reader's next part. One method for all cases, since every coroutine between a token and its
-        reader costs. Raises StopAsyncIteration after the ending."""
+        """The reader's next part; raises StopAsyncIteration after the ending. One method for all cases, since every
+        coroutine between a token and its reader costs."""
         while (part := self._there(reader)) is None:
             if self._fetching:
                 await self._wait()
@@ -134,7 +132,7 @@ class SharedGeneration:
         return None
 
     async def _wait(self) -> None:
-        """Waits until the reader that fetches has done so."""
+        """Waits for the reader that fetches."""
         self._waiting += 1
         try:
             await self._news.wait()
@@ -187,7 +185,7 @@ class SharedGeneration:
 
 
 class SingleFlight:
-    """Holds all shared generations of this process, by the name of the answer."""
+    """All shared generations of this process, by the name of the answer."""
 
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
@@ -205,10 +203,7 @@ class SingleFlight:
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """Yields the answer's parts from the first. `generate` is called if no other request generates it, or the one
-        that did fails.
-
-        It must not carry its own request's deadline: readers leave when theirs is over.
-        """
+        that did fails. It must not carry its own request's deadline: readers leave when theirs is over."""
         shared = self._shared.get(key.name)
         if shared is None or not shared.joinable:
             shared = self._shared[key.name] = SharedGeneration(self._counter)
@@ -222,7 +217,7 @@ class SingleFlight:
             self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """Prevents new readers from joining a finished generation: its answer was flushed."""
+        """Lets no new reader join a finished generation: its answer was flushed."""
         self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Generation(Protocol):
         LeaderRefused where it may not begin, and StopAsyncIteration where it breaks off."""
 
     def close(self) -> None:
-        """Ends it. A `next` that waits ends soon. Does nothing the second time."""
+        """Ends it, and soon a waiting `next`. Does nothing the second time."""
 
 
 Generate = Callable[[], Generation]
@@ -107,7 +107,7 @@ class CachedCompletion:
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """Yields the messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
+        """Yields the messages as they were streamed; only the reader's back-pressure slows them."""
         yield from self.parts
 
 
@@ -144,11 +144,11 @@ class ResponseCache(Protocol):
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None: ...
 
     async def put(self, question: Question, completion: CachedCompletion) -> bool:
-        """Returns False where the answer is not one to keep, or was dropped under pressure."""
+        """False where the answer is not one to keep, or was dropped under pressure."""
 
 
 class Allowance:
-    """Remaining time that one request may wait for stores, all its lookups together. One object per request."""
+    """Time left for one request to wait for stores, all its lookups together. One object per request."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -161,7 +161,7 @@ class Allowance:
 
     @contextmanager
     def spending(self) -> Iterator[float]:
-        """Yields the seconds left; the time spent inside the block is taken off."""
+        """Yields the seconds left, and takes off the time spent inside the block."""
         begun = self._clock()
         try:
             yield self.left

@@ -48,11 +48,10 @@ class BlockStore(Protocol):
 
     @property
     def run_tokens(self) -> int:
-        """Returns whole pages, about as many as the configured bytes hold."""
+        """Tokens of whole pages, about as many as the configured bytes hold."""
 
     def worth(self, tokens: int) -> float | None:
-        """Returns the most seconds to wait for a fetch of `tokens` tokens. None: computing is predicted to be
-        faster."""
+        """The most seconds to wait for a fetch of `tokens` tokens. None: computing is predicted to be faster."""
 
     def fetch(
         self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
@@ -72,7 +71,7 @@ class BlockStore(Protocol):
 
 
 class OpenBlockStore(BlockStore, Protocol):
-    """Result of `open_blocks`: the store, and the states of its connections."""
+    """A store that shows the states of its connections."""
 
     @property
     def states(self) -> Mapping[str, BreakerState]:

@@ -22,7 +22,7 @@ class Grant:
 
 
 class SharedBuckets(Protocol):
-    """Buckets by the name of a tenant. A name that was never used has a full one."""
+    """Buckets by the name of a tenant. A new name has a full one."""
 
     @property
     def budget(self) -> float:

@@ -44,7 +44,7 @@ class BreakerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """Parses `redis://[user[:password]@]host[:port][/database]`. The host keeps its case, since it may be a master's
+    """Parses `redis://[user[:password]@]host[:port][/database]`. Keeps the case of the host, which may be a master's
     name."""
 
     tls: bool
@@ -103,7 +103,7 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """Access to Redis and its time budget. Files are read for each new connection, so that replaced files are used."""
+    """Access to Redis and its time budget. Files are read for each new connection, so that they can be replaced."""
 
     url: str  # as `RedisUrl` has it; with sentinels, its host is the name of the master that they watch
     password_file: Path | None = None  # replaces a password in the URL
@@ -151,12 +151,11 @@ class RedisSettings:
         return None if self.sentinels is None else Sentinels.parse(self.sentinels)
 
     def login(self) -> Login:
-        """Returns the login of the server that keeps entries. Raises OSError."""
+        """Login of the server that keeps entries. Raises OSError."""
         given = self.where.login
         return given if self.password_file is None else Login(given.user, _secret(self.password_file))
 
     def sentinel_login(self) -> Login:
-        """Returns the login of the sentinels. Raises OSError."""
         user = "" if self.sentinel_servers is None else self.sentinel_servers.user
         secret = self.sentinel_password_file
         return Login(user, "" if secret is None else _secret(secret))

@@ -1,7 +1,7 @@
 """Defines every setting of the caches once: name, type, default, bounds and help. Standard library only.
 
-An `…Options` class is what a user may set; it is mounted into the server's settings tree unchanged. The `…Settings`
-class beside it adds what only code and tests change. The tree's validation reads the `metadata` of a field.
+An `…Options` class is what a user may set, mounted into the server's settings tree unchanged. The `…Settings` class
+beside it adds what only code and tests change. The tree's validation reads a field's `metadata`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class SemanticOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticSettings(SemanticOptions):
-    """Adds settings that only tests change."""
-
     strict_threshold: float = _STRICT  # for questions of the same words, which the embedder may still put apart
     min_tokens: int = 3  # of the embedder, in the last user turn
     max_tokens: int = 200
@@ -156,8 +154,7 @@ class CacheOptions:
         )
 
     def blocks(self) -> BlockSettings | None:
-        """Returns settings of the engine's shared tier. None without Redis, or without a key that other engines
-        share."""
+        """Settings of the engine's shared tier. None without Redis, or without a key that other engines share."""
         redis = self._redis()
         if redis is None or self.key_file is None:
             return None

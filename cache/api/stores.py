@@ -26,7 +26,7 @@ class BreakerState(enum.StrEnum):
 
 
 class EntryKind(enum.StrEnum):
-    """Kind of an entry. The value is the first part of its name in the store."""
+    """Its value is the first part of an entry's name in the store."""
 
     RESPONSE = "r"
     SEMANTIC = "s"
@@ -71,7 +71,7 @@ class DirectoryPage:
 
 
 class Store(Protocol):
-    """Stores bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
+    """Stores bytes by name, with an age limit: `memory` and `redis_store`, under one set of contract tests.
 
     Every method but `offer` raises StoreFault where the store cannot answer in time.
     """

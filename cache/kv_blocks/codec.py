@@ -1,4 +1,4 @@
-"""Defines the form of a run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag.
+"""The form of a run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag.
 
 The header describes the bytes and their place in the chain. It is authenticated together with the name, so that only
 the requested run opens, in the layout of this engine.
@@ -41,15 +41,15 @@ class RunCodec:
         self._counter = counter
 
     def key(self, partition: str, run: BlockRun) -> CacheKey:
-        """Returns a keyed name, since a bare hash of a prompt could be guessed."""
+        """A keyed name, since a bare hash of a prompt could be guessed."""
         return CacheKey(EntryKind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
-        """Returns the size of the keys and values alone, without header, nonce and tag."""
+        """Size without header, nonce and tag."""
         return self._layout.token_bytes * run.tokens
 
     def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
-        """Returns the stored value. Raises ValueError where the payload's length does not match the layout."""
+        """Raises ValueError where the payload's length does not match the layout."""
         if len(payload) != self.payload_bytes(run):
             raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
         header = self._header(run)

@@ -57,7 +57,7 @@ def _hello(link: RespConnection, deadline: float) -> object:
 def _master(
     settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
 ) -> Address:
-    """Returns the answer of the first sentinel that knows the master. Each has its share of the time, since some may be
+    """The answer of the first sentinel that knows the master. Each has its share of the time, since some may be
     silent."""
     login, name = settings.sentinel_login(), settings.where.address.host.encode()
     for at, address in enumerate(sentinels):
@@ -74,7 +74,7 @@ def _master(
 
 class BlockConnection:
     """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels, a far server): it
-    continues in the background, and the next fetch finds the connection."""
+    continues in the background for the next fetch."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
@@ -87,12 +87,12 @@ class BlockConnection:
 
     @property
     def breaker(self) -> Breaker:
-        """Returns the breaker for its state: `open` reports successes and failures."""
+        """The breaker for its state: `open` reports successes and failures."""
         return self._breaker
 
     @contextmanager
     def open(self, deadline: float) -> Iterator[RespConnection]:
-        """Yields the connection, made now if need be. An exception inside drops it. Raises OSError and RespError."""
+        """Connects if need be. An exception inside drops the connection. Raises OSError and RespError."""
         if not self._breaker.allow():
             raise RespError("breaker open")
         whole = False
@@ -122,7 +122,6 @@ class BlockConnection:
                 self._drop()
 
     def close(self) -> None:
-        """Closes; nothing may be opened any more."""
         self._connecting.shutdown(wait=False, cancel_futures=True)
         if self._coming is not None:
             self._coming.add_done_callback(_close_unused)

@@ -46,7 +46,7 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """Measures one command without a payload: a round trip."""
+        """Measures a command without a payload: a round trip."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)
@@ -59,8 +59,7 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, self._rates.bytes_per_second, rate)
 
     def decide(self, tokens: int) -> Prediction:
-        """Decides by prediction. Before anything was measured the answer is to fetch, since only that gives a
-        measurement."""
+        """Fetches before anything was measured, since only that gives a measurement."""
         rates = self.rates
         if tokens < self._min_tokens:
             return Prediction(False, "short")

@@ -31,12 +31,12 @@ class SecondUse:
             return before is _BlockSeen.ONCE
 
     def kept(self, name: str) -> None:
-        """Records that it is in the store, or queued to be written."""
+        """It is in the store, or queued to be written."""
         with self._lock:
             self._put(name, _BlockSeen.KEPT)
 
     def lost(self, name: str) -> None:
-        """Records that it is not in the store. If it was used before, the next use returns True again."""
+        """It is not in the store: if used before, the next use returns True again."""
         with self._lock:
             if name in self._seen:
                 self._put(name, _BlockSeen.ONCE)

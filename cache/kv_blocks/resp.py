@@ -1,5 +1,4 @@
-"""Implements the part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's
-buffer."""
+"""The part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's buffer."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ class RespConnection:
         self._socket.sendall(head)
 
     def answer(self, deadline: float, shape: ReplyBounds = SHORT) -> object:
-        """Reads one reply: a status, number, small value or short list. Raises RespError on an error reply and on
-        a reply that exceeds `shape`."""
+        """Reads a status, number, small value or short list. Raises RespError on an error reply and on one that exceeds
+        `shape`."""
         reader = ReplyReader()
         reader.begin(shape)
         reader.feed(self._head)

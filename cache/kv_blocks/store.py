@@ -25,7 +25,7 @@ CLOSE_WITHIN = 1.0
 
 
 class RedisBlocks:
-    """The `BlockStore` of one layout. No method raises, and none but `close` waits for Redis on the caller's thread."""
+    """The `BlockStore` of one layout. No method raises, and only `close` waits for Redis on the caller's thread."""
 
     def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
         self._settings = settings
@@ -102,7 +102,7 @@ class RedisBlocks:
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
-        """Waits until the write queue is empty; False where that took longer than `within` seconds."""
+        """Waits until the write queue is empty; False after `within` seconds."""
         with self._change:
             return self._change.wait_for(lambda: self._queued == 0, within)
 
@@ -159,7 +159,7 @@ class RedisBlocks:
     def _take(
         self, link: RespConnection, key: CacheKey, run: BlockRun, into: memoryview, times: tuple[float, float]
     ) -> bool:
-        """Reads one value. `times`: deadline of its first bytes, deadline of all of it."""
+        """`times`: deadline of the first bytes, deadline of all of it."""
         size = self._codec.payload_bytes(run) + OVERHEAD
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
@@ -176,7 +176,6 @@ class RedisBlocks:
         return True
 
     def _write(self) -> None:
-        """Runs the writing thread."""
         self._probe()
         while True:
             with self._change:

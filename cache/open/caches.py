@@ -59,7 +59,7 @@ class _Shared:
 
 
 class Caches:
-    """Combines the response cache, the semantic cache once its embedder is loaded, and single-flight."""
+    """The response cache, the semantic cache once its embedder is loaded, and single-flight."""
 
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
@@ -74,12 +74,12 @@ class Caches:
 
     @property
     def semantic(self) -> SemanticCache | None:
-        """Returns None where it is off, or while its embedder is loading."""
+        """None where it is off, or while its embedder is loading."""
         return self._semantic
 
     @property
     def why_no_semantic(self) -> str:
-        """Returns why there is no semantic cache; empty where there is one."""
+        """Empty where there is a semantic cache."""
         return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
@@ -103,12 +103,12 @@ class Caches:
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """Returns a new request's budget for all its lookups together."""
+        """A new request's budget for all its lookups together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """Returns the tenant's partition, for keys and values of prompts. None where the store does not answer: do not
+        """The tenant's partition, for keys and values of prompts. None where the store does not answer: do not
         share."""
         whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
         if whole is None or prefixes is None:
@@ -147,8 +147,8 @@ class Caches:
         await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
-        """Deletes entries of some kinds, or the one of that id, and returns how many there were. Prefix blocks are not
-        counted: they become unreachable, on other replicas within a second. Raises StoreFault."""
+        """Deletes entries of some kinds, or the one of that id; returns their number. Prefix blocks are not counted:
+        they become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
         deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not EntryKind.BLOCK])
@@ -169,12 +169,12 @@ class Caches:
         self.load_semantic()
 
     def load_semantic(self) -> None:
-        """Begins to load the embedder, exporting it if need be; `semantic` is None until it is loaded."""
+        """Begins to load the embedder, exporting it if need be; `semantic` is None until then."""
         if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
             self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
 
     async def loaded(self) -> bool:
-        """Waits for the embedder, and returns whether it could be loaded."""
+        """Waits for the embedder; False where it could not be loaded."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         return self._semantic is not None
@@ -223,7 +223,7 @@ class Caches:
 
 
 def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
-    """Opens without waiting for Redis, which may be down. Raises InvalidKeyFile."""
+    """Does not wait for Redis, which may be down. Raises InvalidKeyFile."""
     keyring = open_keyring(settings.key_file)
     partitions = Partitions(keyring, identity)
     largest = max(settings.response.max_bytes, settings.semantic.max_bytes)

@@ -15,7 +15,7 @@ def check_key_file(path: Path) -> None:
 
 
 def check_redis(settings: RedisSettings) -> None:
-    """Reads the files that are named, and does not connect. Raises OSError."""
+    """Reads the named files, and does not connect. Raises OSError."""
     settings.login()
     settings.sentinel_login()
     TlsFiles(settings).context()

@@ -10,8 +10,6 @@ from cache.api import BORDERS, Times
 
 
 class Counters:
-    """Implements `Counter` for a process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], int] = {}

@@ -1,4 +1,4 @@
-"""Holds the secrets of the caches, one for names and several for values, from a file that replicas share, or random.
+"""The secrets of the caches, one for names and several for values, from a file that replicas share, or random.
 
 The file has one secret a line, 64 hexadecimal digits each: `names <hex>`, then `<label> <hex>` for values. The first
 label seals; all labels open, so that a key is rotated by writing the new one above the old. Changing `names` starts
@@ -44,7 +44,7 @@ class Keyring:
 
     @classmethod
     def generate(cls) -> Keyring:
-        """Generates random secrets, which no other process has."""
+        """Makes random secrets, which no other process has."""
         return cls(secrets.token_bytes(KEY_BYTES), (SealingKey.of(secrets.token_bytes(KEY_BYTES)),), shared=False)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Implements the one rule of visibility: names of partitions and entries, and the epochs that purge a tenant at once.
+"""The one rule of visibility: names of partitions and entries, and the epochs that purge a tenant at once.
 
 partition = HMAC(tenant key, weights ‖ tokenizer and template ‖ cache schema ‖ tenant epoch), where the tenant key is
 itself HMAC(names secret, tenant). An epoch is a random number kept in the store: replacing it, or losing it, makes all
@@ -75,7 +75,7 @@ class Partitions:
         return CacheKey(EntryKind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
-        """Returns the second half of an entry's name."""
+        """The second half of an entry's name."""
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
     def _of(self, tenant: str, epoch: bytes) -> str:
@@ -86,12 +86,12 @@ class Partitions:
 
 
 def epoch_of(value: bytes | None) -> bytes | None:
-    """Returns the stored epoch; None where it is none."""
+    """None where it is none."""
     return value if value is not None and len(value) == EPOCH_BYTES else None
 
 
 class Epochs:
-    """Holds each tenant's epoch, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
+    """Each tenant's epoch, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class Epochs:
         self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was read
 
     def known(self, tenant: str) -> bytes | None:
-        """Returns the epoch without reading the store; may be outdated."""
+        """The epoch without reading the store; may be outdated."""
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
     def fresh(self, tenant: str) -> bytes | None:
-        """Returns the epoch without reading the store, if it is at most a second old."""
+        """The epoch without reading the store, if it is at most a second old."""
         known = self._known.get(tenant)
         return known[0] if known is not None and self._clock() - known[1] < RECENT else None
 
@@ -137,8 +137,8 @@ class Epochs:
         return epoch
 
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
-        """Returns an epoch at most a second old; where the store does not answer, as last read. Raises StoreFault where
-        it was never read."""
+        """An epoch at most a second old; where the store does not answer, as last read. Raises StoreFault where it was
+        never read."""
         fresh = self.fresh(tenant)
         if fresh is not None:
             return fresh

@@ -23,7 +23,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Returns the state as of the last call of a method."""
+        """The state as of the last call of a method."""
         return self._state
 
     @property

@@ -1,7 +1,5 @@
-"""Stores entries in memory: least recently used ones go when the bytes are full. Used from one event loop.
-
-It answers at once, so that `within` is always kept.
-"""
+"""Stores entries in memory, within a bound of bytes, and drops the least recently used. Used from one event loop;
+answers at once, so that `within` is always kept."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class _StoredValue:
 
 
 class MemoryStore:
-    """A `Store` within a bound of bytes. A bound of 0 keeps nothing."""
+    """A bound of 0 keeps nothing."""
 
     def __init__(
         self, max_bytes: int, clock: Callable[[], float] = time.monotonic, members: int = DIRECTORY_MEMBERS

@@ -34,7 +34,7 @@ class OddReply(Exception):
 
 
 def reply_as(reply: object, shape: Any) -> Any:
-    """Returns the reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
+    """The reply as the type that the command asked Redis for. Raises OddReply."""
     try:
         return msgspec.convert(reply, shape)
     except msgspec.ValidationError:
@@ -52,12 +52,10 @@ def of_another_type(error: Exception) -> bool:
 
 
 class Clients:
-    """Holds at most `connections` clients. One whose command was interrupted is closed, never used again: its late
-    answer would be read as that of the next command, and redis-py's own pool loses a connection whose release is
-    cancelled.
+    """Holds at most `connections` clients. One whose command was interrupted is closed: its late answer would be read
+    as the next command's, and redis-py's own pool loses a connection whose release is cancelled.
 
-    Connecting may take longer than a lookup may wait (TLS, a far server): it continues after the lookup that began it
-    has given up.
+    Connecting may take longer than a lookup may wait (TLS, a far server): it continues after that lookup has given up.
     """
 
     def __init__(self, server: RedisEndpoint, wait: float) -> None:
@@ -147,8 +145,8 @@ class RedisLink:
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     def values(self, count: int, more: int = 0) -> ReplyBounds:
-        """Returns the bound of a reply with `count` values and `more` other elements. Two values may have the largest
-        stored size; the bound grows by MEAN bytes for each value if there are more than two."""
+        """Bounds a reply with `count` values and `more` other elements. Two values may have the largest stored size;
+        each further one adds MEAN bytes."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
         return ReplyBounds(1 + count + more, most + HEADER * (1 + count + more))
 
@@ -162,8 +160,7 @@ class RedisLink:
     async def write(
         self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
-        """Runs a command under the breaker of writes. Raises StoreFault, also if the reply is larger than `shape` or
-        `parse` refuses it."""
+        """Like `read`, under the breaker of writes."""
         return await self._run(self._writes, command, parse, within, shape)
 
     async def aclose(self) -> None:

@@ -1,8 +1,6 @@
 """Opens connections to Redis: to a server, or to the master that sentinels name. With `redis_link` the only module that
-depends on how redis-py behaves.
-
-redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried.
-"""
+depends on how redis-py behaves, whose defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled
+server. Here nothing is retried."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ READ_SIZE = 1 << 18  # bytes per read; bounds the unparsed bytes that a connecti
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Holds one connection and the bound that its next replies must keep."""
+    """One connection and the bound that its next replies must keep."""
 
     redis: Redis
     expected: Expected
@@ -61,8 +59,8 @@ class _TlsConnection(SSLConnection):
 
 
 def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Client:
-    """Returns a client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and
-    returns replies unconverted."""
+    """Makes one connection, not connected yet, that waits `wait` seconds at most on its socket and leaves replies
+    unconverted."""
     expected = Expected(GREETING)
     options: dict[str, Any] = {
         "host": address.host,
@@ -104,8 +102,8 @@ class RedisEndpoint:
         self._asking: set[asyncio.Task[Address | None]] = set()
 
     async def client(self, wait: float) -> Client:
-        """Connects to a server that can keep entries. No step of it waits longer than `wait` seconds. Raises what
-        redis-py raises, OSError, UnfitError and NotMasterError."""
+        """Connects to a server that can keep entries, each step within `wait` seconds. Raises what redis-py raises,
+        OSError, UnfitError and NotMasterError."""
         settings = self.settings
         try:
             address = self._master or await self._found(wait)
@@ -146,8 +144,8 @@ class RedisEndpoint:
         return await asyncio.shield(self._finding)
 
     async def _find(self, wait: float) -> Address:
-        """Returns the answer of the first sentinel that knows the master. All are asked at once, since some may be gone
-        or silent; none is cancelled, since a connection that is being made would be left open."""
+        """The answer of the first sentinel that knows the master. All are asked at once, since some may be gone or
+        silent; none is cancelled, since a connection that is being made would be left open."""
         login, sentinels = self.settings.sentinel_login(), self.settings.sentinel_servers
         asked = [] if sentinels is None else [self._ask(one, login, wait) for one in sentinels.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]

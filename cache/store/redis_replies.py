@@ -1,9 +1,9 @@
-"""Parses replies of Redis within the bounds that the command allows. This module does no I/O.
+"""Parses replies of Redis within the bounds that the command allows. No I/O.
 
 A server that is not Redis may announce a list of a billion elements, or a value without an end. Each announced length
-is checked against the bound of the reply before any of it is stored, so that a reply costs no more memory than its
-`ReplyBounds` allows, and one call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no
-connection switches to RESP3.
+is checked against the reply's bound before any of it is stored, so that a reply costs no more memory than its
+`ReplyBounds`, and a call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no connection
+switches to RESP3.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MOST = {ord("+"): LINE, ord("-"): LINE, ord(":"): HEADER, ord("$"): HEADER, ord
 
 
 class ReplyRefusedError(Exception):
-    """Reports a reply that exceeds its bound or is not RESP2. The connection cannot be used afterwards."""
+    """The reply exceeds its bound or is not RESP2. The connection cannot be used afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Holds the text of an error reply. It is returned like any other reply, also as an element of a list."""
+    """An error reply, returned like any other reply, also as an element of a list."""
 
     text: str
 
@@ -38,8 +38,6 @@ class ReplyBounds:
 
 
 class ReplyProgress(enum.Enum):
-    """Reports why `ReplyReader.advance` stopped."""
-
     WHOLE = enum.auto()  # `reply` is complete
     HUNGRY = enum.auto()  # more bytes are needed
     BUSY = enum.auto()  # `most` elements were parsed and the reply is not complete
@@ -60,21 +58,19 @@ class ReplyReader:
 
     @property
     def buffered(self) -> int:
-        """Counts the bytes that were fed and not yet parsed."""
         return len(self._data) - self._at
 
     @property
     def elements(self) -> int:
-        """Counts the elements of the current reply that were parsed so far."""
+        """Elements of the current reply that were parsed so far."""
         return self._elements
 
     @property
     def rest(self) -> bytes:
-        """Returns the bytes that were fed and not yet parsed."""
         return bytes(self._data[self._at :])
 
     def begin(self, shape: ReplyBounds) -> None:
-        """Discards the state of the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
+        """Discards the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
         self._shape = shape
         self._elements = self._size = 0
         self._length = None
@@ -105,7 +101,7 @@ class ReplyReader:
         return ReplyProgress.BUSY
 
     def _line(self) -> bytes | None:
-        """Consumes the next line and returns it without its end. Returns None if the line is incomplete."""
+        """Consumes the next line, without its end; None if it is incomplete."""
         if not self.buffered:
             return None
         most = _MOST.get(self._data[self._at])
@@ -124,8 +120,8 @@ class ReplyReader:
         return line
 
     def _begun(self, line: bytes) -> bool | None:
-        """Parses the line that begins an element. Returns whether the reply is now complete, or None if the line begins
-        a value whose bytes are incomplete."""
+        """Parses the line that begins an element. Whether the reply is now complete; None if the line's value is
+        incomplete."""
         mark, rest = line[:1], line[1:]
         if mark == b"+":
             return self._add(rest)
@@ -166,8 +162,8 @@ class ReplyReader:
         return self._add(value)
 
     def _add(self, value: object) -> bool:
-        """Appends a value to the innermost incomplete list, and closes the lists that it completes. Returns whether the
-        reply is complete."""
+        """Appends a value to the innermost incomplete list, and closes the lists that it completes. Whether the reply
+        is complete."""
         while self._open:
             found, count = self._open[-1]
             found.append(value)

@@ -1,4 +1,4 @@
-"""Implements the store that replicas share: plain Redis 7, no modules."""
+"""The store that replicas share: plain Redis 7, no modules."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RedisStore:
 
     @property
     def link(self) -> RedisLink:
-        """Returns the link of single-flight's leases and streams, which are small and urgent too."""
+        """The link of single-flight's leases and streams, which are small and urgent too."""
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
@@ -195,8 +195,7 @@ class RedisStore:
 
 
 def _listing(count: int) -> ReplyBounds:
-    """Returns the bound of a reply with a list of `count` names and its surrounding elements. Names of other programs
-    may be longer than ours."""
+    """Bounds a list of `count` names and its surrounding elements. Names of other programs may be longer than ours."""
     return ReplyBounds(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
@@ -211,7 +210,7 @@ def _scanned(reply: object) -> tuple[int, list[bytes]]:
 
 
 def _listed(reply: object) -> tuple[list[tuple[bytes, float]], int]:
-    """Members with their cursors, and how many there are altogether."""
+    """Members with their cursors, and their total number."""
     flat, total = reply_as(reply, tuple[list[bytes], int])
     cursors = [float(score) for score in flat[1::2]]
     if len(cursors) * 2 != len(flat):
