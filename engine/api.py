@@ -1,4 +1,4 @@
-"""Defines the engine's input and output as plain frozen data. Torch-free: the front process imports it.
+"""Defines the engine's input and output as plain frozen data. No torch: the front process imports it.
 
 Times are seconds on the clock of `time.monotonic`, which all processes of one Linux machine share.
 """
@@ -85,8 +85,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """Constraint of an answer. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing may
-    follow, the answer ends without one, even before min_tokens."""
+    """Stop tokens are drawn where the grammar may end, and nowhere else; where nothing may follow, the answer ends
+    without one, even before min_tokens."""
 
     grammar: str  # in the notation of llguidance
     owner: str = ""  # the caller whose share of memory and processes it takes
@@ -140,8 +140,7 @@ class Start:
 
 
 class TokenEvents(NamedTuple):
-    """Tokens that one step added to one sequence. Several ids where a step makes several; none where it only
-    finishes."""
+    """Tokens that one step added to one sequence, none where it only finishes."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
@@ -248,12 +247,12 @@ class TokenStream(Protocol):
     async def __anext__(self) -> TokenEvents: ...
 
     def batch(self, tokens: int, delay: float) -> None:
-        """Batches events for a reader that need not wake for every token: from now on they are given when there are
-        `tokens`, `delay` seconds after the first of them, or at the end, whichever comes first."""
+        """Batches events from now on, for a reader that need not wake for every token: until there are `tokens`,
+        `delay` seconds after the first of them, or the end, whichever comes first."""
 
     def cancel(self) -> None:
-        """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read
-        to its end."""
+        """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read to
+        its end."""
 
     def abort(self, reason: str) -> None:
         """Cancels; the reader gets `Aborted`."""
@@ -267,7 +266,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> ModelInfo | None:
-        """Returns None until it was ready once."""
+        """None until it was ready once."""
 
     @property
     def load(self) -> EngineLoad: ...
@@ -277,11 +276,11 @@ class Engine(Protocol):
 
     @property
     def deaths(self) -> Mapping[str, int]:
-        """Counts ends of its process that were not requested, by reason."""
+        """Ends of its process that were not requested, by reason."""
 
     @property
     def quarantines(self) -> int:
-        """Counts requests that were found to crash it, and are refused."""
+        """The number of requests that were found to crash it, and are refused."""
 
     @property
     def reverted(self) -> Mapping[str, Reverted]:
@@ -298,13 +297,13 @@ class Engine(Protocol):
         """Raises EngineUnavailable unless the engine is ready."""
 
     def unavailable(self) -> EngineUnavailable:
-        """Returns the error while it is not ready: why, and when to retry."""
+        """Why the engine is not ready, and when to retry."""
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
         """Returns when it is set. Raises Unsupported for a name that the engine does not have."""
 
     async def profile(self, seconds: float) -> str:
-        """Returns Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+        """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
 
     def set_log_level(self, level: LogLevel) -> None:
         """Applies to this engine process and later ones."""

@@ -1,7 +1,5 @@
-"""Counts the cores that this process may use: within its affinity and its container's share of time.
-
-Standard library only.
-"""
+"""Counts the cores that this process may use, within its affinity and its container's share of time. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Returns at least 1. A fractional share is rounded down: a further thread would be throttled again and again."""
+    """At least 1. A fractional share is rounded down: a further thread would be throttled again and again."""
     shares = [len(os.sched_getaffinity(0)), *_quotas(root)]
     return max(1, int(min(shares)))
 
@@ -36,8 +34,8 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _limits(top: Path, path: str) -> Iterator[float]:
-    """Yields the limits of the group and all above it. In a container without a namespace of its own the path is the
-    host's, and a missing file limits nothing."""
+    """Limits of the group and all above it. In a container without a namespace of its own the path is the host's, and a
+    missing file limits nothing."""
     group = Path(os.path.normpath(top / path.lstrip("/")))  # `..`, where the group lies outside of our namespace
     for folder in {top, *(one for one in (group, *group.parents) if one.is_relative_to(top))}:
         quota, _, period = _text(folder / "cpu.max").partition(" ")

@@ -47,11 +47,11 @@ class ConstraintUnmet(EngineError):
 
 
 class ConstraintTooCostly(EngineError):
-    """The request's constraint took more time or memory than a constraint may. Retrying is useless."""
+    """Retrying is useless: the constraint costs too much each time."""
 
 
 class Quarantined(EngineError):
-    """The request has crashed the engine process twice, alone in the step. Retrying is useless."""
+    """Retrying is useless: the request crashed the engine process twice, alone in the step."""
 
 
 class DeadlineExceeded(EngineError):

@@ -38,7 +38,6 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="stack sampler", daemon=True)
 
     def start(self) -> None:
-        """Samples in a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -72,7 +72,7 @@ class Child(asyncio.Protocol):
         return heard
 
     def has_worked(self) -> bool:
-        """Returns whether the process has computed since the last call: a loading process may send nothing for long."""
+        """Whether the process has computed since the last call: a loading process may send nothing for long."""
         worked = _processor_time(self.pid)
         before, self._worked = self._worked, worked
         return worked is None or worked != before
@@ -89,8 +89,8 @@ class Child(asyncio.Protocol):
         return self._mark.read()
 
     async def end(self, grace: float) -> int:
-        """Closes the socket, which asks the process to go, kills it after `grace` seconds and returns how it ended: its
-        exit code, or minus the signal."""
+        """Closes the socket, which asks the process to go, kills it after `grace` seconds and returns its exit code, or
+        minus the signal."""
         if grace and self._transport is not None:
             self._flush()
             self._transport.close()
@@ -109,7 +109,7 @@ class Child(asyncio.Protocol):
         return code
 
     async def _exit_code(self, within: float | None) -> int:
-        """Looks for it, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
+        """Polls, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
         async with asyncio.timeout(within):
             while (code := self._process.poll()) is None:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(_EXIT_POLL)
@@ -162,7 +162,7 @@ def _processor_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Counts processes that this machine has killed for lack of memory; None where it does not report them."""
+    """Processes that this machine has killed for lack of memory; None where it does not report them."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -103,8 +103,8 @@ class EngineClient:
         await self._supervisor.start()
 
     async def ended(self) -> None:
-        """Never returns while the engine is restarted when it dies. Raises what ended that: InvalidModel where the
-        model folder was replaced."""
+        """Never returns while a dead engine is restarted. Raises what ended that: InvalidModel where the model folder
+        was replaced."""
         await self._supervisor.ended()
 
     def submit(self, request: GenerationRequest) -> InboxStream:
@@ -114,7 +114,6 @@ class EngineClient:
         return self._streams.open(request)
 
     def unavailable(self) -> EngineUnavailable:
-        """Returns the error while the engine is not ready: why, and when to retry."""
         why = f"the engine is {self._supervisor.state}"
         if self._replaced:
             why = "the model's files were replaced; the server has to be started again"
@@ -201,7 +200,7 @@ class EngineClient:
                 self._profiles.settle(report)
 
     def _change(self, info: ModelInfo) -> str | None:
-        """Returns what this process loaded differently from the front and earlier processes."""
+        """What this process loaded differently from the front and earlier processes."""
         known = self._info
         texts = self._texts if known is None else known.texts_digest
         if texts is not None and info.texts_digest != texts:

@@ -50,8 +50,8 @@ def _size_of(event: Event) -> int:
 
 
 class StreamInbox:
-    """Holds the events that arrived for one request. `held` is what the reader got last and is presumably still
-    processing."""
+    """Holds the events that arrived for one request. `held` is what the reader got last and presumably still
+    processes."""
 
     __slots__ = (
         "_called",
@@ -253,7 +253,7 @@ class StreamInbox:
 
 
 class InboxStream:
-    """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
+    """Implements engine.api.TokenStream. Dropping it unread cancels it too, once it is collected."""
 
     __slots__ = ("_inbox",)
 

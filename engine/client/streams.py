@@ -24,8 +24,8 @@ _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as
 
 
 class Streams:
-    """Holds all live requests of one front. Those without a first token outlive their engine process: they are kept for
-    the next one, within their deadlines."""
+    """All live requests of one front. Those without a first token outlive their engine process: the next one gets them,
+    within their deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
@@ -80,10 +80,10 @@ class Streams:
                         self._crashes.ended(inbox.request)
 
     def wake(self, inbox: StreamInbox) -> None:
-        """Wakes a reader soon. Where there are many, a few readers are woken in every fourth turn of the event loop,
-        since each writes a message, and other work, new calls above all, is done in between. Readers without a token
-        yet and interactive ones need not wait for such a turn. Where there are few streams none waits: turns, and what
-        gRPC does in each, cost a message a tenth of its time."""
+        """Wakes a reader soon. Of many, a few are woken in every fourth turn of the event loop, since each writes a
+        message, and other work, new calls above all, is done in between. Readers without a token yet and interactive
+        ones need not wait for such a turn. Of few, none waits: turns, and what gRPC does in each, cost a message a
+        tenth of its time."""
         if self.few:
             inbox.wake()
             return
@@ -108,7 +108,6 @@ class Streams:
             self.loop.call_soon(self._next_turn)
 
     def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
-        """Forgets a stream and what it holds, here and in the engine."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self.send(Cancel(inbox.key))
             if len(self._leaving) < _MOST_LEAVING:  # while an engine hangs there may be any number

@@ -85,7 +85,6 @@ class Supervisor:
     def __init__(
         self, settings: EngineSettings, listener: EngineListener, backoff: Backoff, begun: Begun | None = None
     ) -> None:
-        """`begun`: the first process."""
         self.state = EngineState.STOPPED
         self.restarts = 0
         self.deaths = Counter(dict.fromkeys(("not_started", "hung", "ended", "killed", "out_of_memory"), 0))
@@ -107,8 +106,8 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Returns seconds until it will probably be ready: the last load's time, and a random share of it. If that has
-        passed, a share of the time taken so far."""
+        """Seconds until it will probably be ready: the last load's time, or beyond that a share of the time taken so
+        far, with a random part."""
         now = time.monotonic()
         under_way = self.state in (EngineState.LOADING, EngineState.RESTARTING)
         begins = max(self._next_spawn, self._spawned_at) if under_way else now
@@ -148,7 +147,7 @@ class Supervisor:
             await asyncio.shield(self._task)
 
     def send(self, command: Command) -> None:
-        """Sends to the present process. Lost where there is none, as it would be with the process."""
+        """Sends to the present process, if there is one: without it the command's effect would be lost too."""
         if self._child is not None:
             self._child.send(command)
 
@@ -220,8 +219,8 @@ class Supervisor:
         """Waits until the process has closed its socket, or has given no sign of life for the hang timeout: then
         returns how long. While it loads, processor time counts as life as well, for ten times as long.
 
-        A ready process is pinged at every poll, with or without requests, so that silence does not depend on load.
-        Polls are counted, not seconds, so that an event loop that was itself held up does not mistake that for a hang.
+        A ready process is pinged at every poll, so that silence does not depend on load. Polls are counted, not
+        seconds, so that an event loop that was itself held up does not mistake that for a hang.
         """
         interval = self._settings.hang_timeout / _LOOKS
         alive_at = heard_at = time.monotonic()
@@ -262,7 +261,7 @@ class Supervisor:
             self._listener.on_late()
 
     def _hopeless(self, how: str) -> EngineError | None:
-        """Returns the error of start() where another attempt is useless."""
+        """The error of start() where another attempt is useless."""
         if self._refusal is not None:
             return self._refusal
         if self._failed_starts < _FIRST_ATTEMPTS:

@@ -1,5 +1,4 @@
-"""Implements the front's half of the engine's switches: what was requested, what a new process gets, and what was
-reverted."""
+"""The front's half of the engine's switches: what was requested, what a new process gets, and what was reverted."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class Switching:
-    """Holds the switches of one engine, through all of its processes."""
+    """The switches of one engine, through all of its processes."""
 
     def __init__(self, settings: EngineSettings, send: Callable[[Command], None]) -> None:
         self.reverted: dict[str, Reverted] = {}

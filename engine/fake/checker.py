@@ -88,7 +88,7 @@ class PlanChecker:
             self.write(held, ids[:fed])
 
     def _take_back_one(self, held: Computed) -> None:
-        """Removes the last token from what was computed, because a later step feeds that token again."""
+        """Removes the last computed token, because a later step feeds it again."""
         held.count -= 1
         self.full[held.state.pages[held.count // PAGE_SIZE]] = None
         held.written = held.digest = _digest(1, held.state.token_ids[: held.count])
@@ -105,11 +105,10 @@ class PlanChecker:
                 self.brought(row, self._held[row.slot], result.rows[row.key])
 
     def _scores(self, row: Row) -> int:
-        """Returns how many of the prompt's log-probabilities a row returns."""
         return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
-        """Puts these tokens, from the first that was not computed on, into the sequence's pages."""
+        """Puts these tokens, from the first uncomputed one on, into the sequence's pages."""
         pages, writers, full = held.state.pages, self._writers, self.full
         position, digest = held.count, held.written
         for token_id in token_ids:
@@ -135,7 +134,7 @@ class PlanChecker:
         self.full[page] = digest
 
     def in_place(self, row: Row) -> int:
-        """Returns how many tokens before the row's first are computed in its pages. Changes nothing."""
+        """How many tokens before the row's first are computed in its pages. Changes nothing."""
         held = self._held[row.slot]
         pages = [*held.state.pages[: row.first_page], *row.pages] if row.pages else held.state.pages
         count, digest = held.count, held.written

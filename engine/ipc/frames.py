@@ -1,4 +1,4 @@
-"""Owns what travels between front and engine process: typed msgpack messages behind a length of four bytes."""
+"""What travels between front and engine process: typed msgpack messages behind a length of four bytes."""
 
 from __future__ import annotations
 
@@ -62,8 +62,6 @@ class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Sets the engine process's log level. No answer."""
-
     level: LogLevel
 
 
@@ -95,7 +93,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Reports that the engine will never be ready with these settings. The process ends."""
+    """The engine will never be ready with these settings. The process ends."""
 
     kind: Literal["invalid_model", "unsupported"]
     message: str
@@ -114,7 +112,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Reports that the switch is in force, or why not."""
+    """The switch is in force, or why not."""
 
     ticket: int
     refusal: str | None
@@ -162,7 +160,7 @@ _NOTHING_ELSE = Event(0, ())[2:]
 
 
 def packed(events: list[Event], load: EngineLoad | None) -> StepEvents:
-    """Packs the frame of a step. Events of one sequence keep their order."""
+    """Events of one sequence keep their order."""
     keys: list[int] = []
     ids: list[int] = []
     others: list[Event] = []

@@ -1,4 +1,4 @@
-"""Implements the engine process's end of the socket to the front."""
+"""The engine process's end of the socket to the front."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ class EngineLink:
         self._socket.sendall(encode(report))
 
     def receive(self, timeout: float | None) -> list[Command]:
-        """Returns the commands that have arrived; waits `timeout` seconds for one, None forever. EOFError where the
-        front has gone."""
+        """Takes arrived commands; waits `timeout` seconds for one, None forever. EOFError where the front has gone."""
         if timeout != 0 and not self._poll.poll(None if timeout is None else max(1, round(timeout * 1000))):
             return []
         try:

@@ -29,13 +29,13 @@ class StepMark:
 
     @staticmethod
     def create() -> int:
-        """Returns a descriptor of fresh memory for one engine process."""
+        """A descriptor of fresh memory for one engine process."""
         fd = os.memfd_create("step-mark")
         os.ftruncate(fd, _SIZE)
         return fd
 
     def holder(self, slot: int) -> int:
-        """Returns the key that holds a slot, or 0."""
+        """The key that holds a slot, or 0."""
         return self._words[1 + slot]
 
     def hold(self, slot: int, key: int) -> None:
@@ -50,7 +50,7 @@ class StepMark:
         self._words[0] = _NONE
 
     def read(self) -> MarkedStep:
-        """Returns what the last step ran for, if it has not returned."""
+        """What the last step ran for, if it has not returned."""
         only = self._words[0]
         if only == _NONE:
             return MarkedStep()

@@ -20,7 +20,7 @@ _E4M3, _MOST = torch.float8_e4m3fn, 448.0
 
 
 def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
-    """Returns the type in which keys and values are stored, where arithmetic is in `computed`."""
+    """Type of stored keys and values, where arithmetic is in `computed`."""
     return _E4M3 if choice == "fp8" else computed
 
 
@@ -40,7 +40,7 @@ class KvShape:
     head_dim: int
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of one page over all layers."""
+        """Bytes of one page over all layers."""
         return 2 * self.layers * self.kv_heads * PAGE_SIZE * self.head_dim * dtype.itemsize
 
 
@@ -82,7 +82,7 @@ class KvCache:
         self._values = tuple(layer[1:] for layer in flat.unbind(0))
 
     def layer(self, index: int) -> torch.Tensor:
-        """Returns [2, pages, kv_heads, 16, head_dim]: keys, then values, in place."""
+        """[2, pages, kv_heads, 16, head_dim]: keys, then values, in place."""
         return self._paged[index]
 
     def write(self, index: int, slots: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -96,7 +96,7 @@ class KvCache:
         self._by_token[index].index_put_((slots // PAGE_SIZE, slots % PAGE_SIZE), values)
 
     def run(self, index: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots, with heads outside alone: views, where
+        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots, only with heads outside: views, where
         they lie as arithmetic wants them."""
         keys, values = self._keys[index].narrow(2, first, count), self._values[index].narrow(2, first, count)
         return self._read(keys), self._read(values)
@@ -129,13 +129,12 @@ class KvCache:
 
     @property
     def storage(self) -> torch.Tensor:
-        """Returns the whole pool: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before
-        heads."""
+        """The whole pool: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before heads."""
         return self._storage
 
     @property
     def placement(self) -> Placement:
-        """Returns the device, and the dtype that torch sees."""
+        """The device, and the dtype that torch sees."""
         return Placement(self._storage.dtype, self._storage.device)
 
     @property

@@ -1,5 +1,5 @@
 """Indexes full pages by a chain of hashes, so that other sequences can reuse their keys and values. Owns that index,
-the users of its pages, and the order of eviction. Torch-free.
+the users of its pages, and the order of eviction. No torch.
 
 A page's hash is SHA-256 over its parent's hash and its sixteen token ids; the chain's root binds all that shapes keys
 and values, and their tenant. Equal hashes are therefore equal tokens from the first on, under one model and one tenant.
@@ -33,12 +33,12 @@ def kv_identity(info: ModelInfo, layout: BlockLayout) -> bytes:
 
 
 def chain_root(identity: bytes, partition: bytes) -> bytes:
-    """Returns the parent of first pages: of everything that shapes keys and values, and of their partition."""
+    """The parent of first pages: of everything that shapes keys and values, and of their partition."""
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (_SCHEMA, identity, partition))).digest()
 
 
 def page_hash(parent: bytes, token_ids: Items[int]) -> bytes:
-    """Returns the hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
+    """Hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
     return sha256(parent + _PAGE.pack(*token_ids)).digest()
 
 
@@ -63,11 +63,11 @@ class PrefixIndex:
 
     @property
     def kept(self) -> int:
-        """Returns how many unused pages are kept until their room is needed."""
+        """The number of unused pages that are kept until their room is needed."""
         return len(self._idle)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Off: nothing is found or kept any more, and what was kept is dropped."""
+        """Off: nothing is found or kept any more, and kept pages are dropped."""
         self._enabled = enabled
         if not enabled:
             self._term += 1
@@ -89,8 +89,7 @@ class PrefixIndex:
         return self._pool.allocate(count, after)
 
     def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
-        """Returns by how many pages `room` would grow if these gave all of theirs back, not counting those in
-        `besides`."""
+        """Counts the pages by which `room` would grow if these gave all of theirs back, not counting those in `besides`."""
         if not sequences:
             return 0
         own = 0
@@ -104,18 +103,18 @@ class PrefixIndex:
         return own + sum(count == page.users for page, count in uses.items())
 
     def idle(self, pages: Items[PrefixPage]) -> int:
-        """Returns how many of them have no user, and count as room until they get one."""
+        """How many of them have no user, and count as room until they get one."""
         return sum(not page.users for page in pages)
 
     # Prefixes
 
     def find(self, sequence: Sequence) -> list[PrefixPage]:
-        """Returns the longest known chain of pages that a sequence without any may begin with. Its last token is left
-        out: it must be computed in order to know what comes next."""
+        """The longest known chain of pages with which a sequence without any may begin. Leaves its last token out: that
+        must be computed in order to know what comes next."""
         return self._known_from(sequence, 0)
 
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
-        """Starts a sequence with the pages that were found. What else it needs is to be allocated afterwards."""
+        """Starts a sequence with the found pages. What else it needs is to be allocated afterwards."""
         sequence.prefix.term = self._term
         if found:
             self._use(sequence, found)
@@ -136,7 +135,7 @@ class PrefixIndex:
         self._pool.release(rest[: len(found)])
 
     def next_page(self, sequence: Sequence) -> bytes | None:
-        """Returns the hash of the page that it computes next, where others may begin with that."""
+        """Hash of the page that it computes next, where others may begin with that."""
         place = sequence.computed // PAGE_SIZE
         shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
@@ -160,7 +159,7 @@ class PrefixIndex:
             prefix.pages.append(page)
 
     def release(self, sequence: Sequence, sound: bool = True) -> None:
-        """Takes all pages of a sequence back. Not `sound`: what it computed is not to be used by anyone."""
+        """Takes all pages of a sequence back. Not `sound`: what it computed must not be used."""
         pages = sequence.prefix.pages
         if not sound:
             self._forget(sequence.prefix.made)
@@ -171,8 +170,8 @@ class PrefixIndex:
         sequence.prefix.made = []
 
     def let_go(self, sequence: Sequence) -> bool:
-        """Releases shared pages that equal the sequence's own, as where two sequences computed the same at the same
-        time. It keeps its own, and its chain no longer grows. Returns False where there are none."""
+        """Releases shared pages that equal the sequence's own, where two sequences computed the same at the same time.
+        It keeps its own, and its chain no longer grows. False where there are none."""
         prefix = sequence.prefix
         pairs = zip(sequence.pages, prefix.pages, strict=False)
         first = next((place for place, (number, page) in enumerate(pairs) if number != page.number), None)
@@ -188,7 +187,7 @@ class PrefixIndex:
         return True
 
     def chain(self, sequence: Sequence) -> list[bytes]:
-        """Returns the hashes of all full pages that a sequence may begin with; none where it may share nothing."""
+        """Hashes of all full pages with which a sequence may begin; none where it may share nothing."""
         count = (len(sequence.token_ids) - 1) // PAGE_SIZE
         if not self._reads(sequence) or not self._hash(sequence, count):
             return []
@@ -204,7 +203,7 @@ class PrefixIndex:
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
         """Adds the unknown pages of a chain, filled by `fill(places in the chain, pages)`, as far as there is room
-        beside the chain itself. Returns how many were added."""
+        beside the chain itself. Returns their number."""
         missing = [place for place, digest in enumerate(chain) if digest not in self._known]
         if not self._enabled or not missing:
             return 0

@@ -1,5 +1,5 @@
 """Fetches keys and values from the shared tier, and hands over what is to be kept. Owns the fetches under way, the
-sequences that wait for them, and what is still to be written. Torch-free.
+sequences that wait for them, and what is still to be written. No torch.
 
 A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What arrives
 goes into the prefix index, where the waiting sequence finds it like any other page.
@@ -41,7 +41,7 @@ class _Fetch:
 
     @property
     def pages_before(self) -> int:
-        """Returns how many pages of the chain precede the first run."""
+        """Pages of the chain before the first run."""
         return len(self.chain) - sum(run.tokens for run in self.runs) // PAGE_SIZE
 
 
@@ -100,8 +100,8 @@ class BlockTier:
         return True
 
     def arrived(self) -> list[int]:
-        """Returns the keys of sequences that need not wait any longer. Takes runs in for some milliseconds a call, so
-        that a step is not held up."""
+        """Keys of sequences that need not wait any longer. Takes runs in for some milliseconds a call, so that a step
+        is not held up."""
         done: list[int] = []
         now = self._clock()
         while self._fetches and self._clock() < now + TAKE_IN:
@@ -196,7 +196,6 @@ class BlockTier:
         return bool(self._pending)
 
     def close(self) -> None:
-        """Ends the store's threads."""
         self._store.close()
 
     def _measure(self, sequence: Sequence) -> None:

@@ -37,9 +37,8 @@ def make_room(
     free_bytes: int,
     beside: int = 0,
 ) -> Room:
-    """Returns pages for `sequences` of the longest context, as far as a share of the `free_bytes` of the device's
-    memory allows, unless the settings give bytes. `beside`: what a draft model keeps for each page, in bytes. Raises
-    Unsupported."""
+    """Pages for `sequences` of the longest context, as far as a share of the device's `free_bytes` allows, unless the
+    settings give bytes. `beside`: bytes that a draft model keeps for each page. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")

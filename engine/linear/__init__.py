@@ -41,11 +41,8 @@ class Placement:
         return Placement(torch.float32, self.device) if self.device.type == "cpu" else self
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns an empty weight [rows, columns].
-
-        In float32 on a CPU its columns are contiguous: products with one row, and with eight, are then faster
-        (docs/measurements/engine-cpu.md).
-        """
+        """An empty weight. In float32 on a CPU its columns are contiguous: products with one row, and with eight, are
+        then faster (docs/measurements/engine-cpu.md)."""
         if self.device.type == "cpu" and self.dtype == torch.float32:
             return torch.empty(columns, rows, dtype=self.dtype).t()
         return torch.empty(rows, columns, dtype=self.dtype, device=self.device)

@@ -1,7 +1,8 @@
 """Products of many tokens with plain weights on a GPU, each by the algorithm of cuBLASLt that took the least time.
 
-The library's own choice stays unless another is clearly faster. What was chosen once on a GPU, with a version of the
-library, is kept beside the compiled kernels: a server that is started again rounds as it did before."""
+The library's own choice stays unless another is clearly faster. Choices are kept beside the compiled kernels, by GPU
+and version of the library: a server that is started again rounds as it did before.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ class ChosenProducts:
             self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
 
     def _choose(self, product: CublasProduct, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
-        """Returns None for torch's."""
+        """None stands for torch's."""
         weights = self._weights.get((product.rows, product.columns))
         if self._cublas is None or not weights or product.tokens not in TOKENS:
             return None
@@ -91,7 +92,7 @@ class ChosenProducts:
         x: torch.Tensor,
         out: torch.Tensor,
     ) -> str:
-        """Returns the algorithm in hexadecimal; "": torch's."""
+        """The algorithm in hexadecimal; "": torch's."""
         tried = dict.fromkeys(prepared.algorithms)
         for tokens in _NEIGHBOURS:
             other = cublas.prepare(CublasProduct(tokens, product.rows, product.columns), _ALGORITHMS)

@@ -91,6 +91,6 @@ def pack_int8(weight: Int8Rows, bias: torch.Tensor | None, products: CpuProducts
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns [rows, n], with zeros below up to a whole block."""
+    """[rows, n], with zeros below up to a whole block."""
     missing = -len(values) % size
     return torch.cat((values, values.new_zeros(missing, values.shape[1]))) if missing else values

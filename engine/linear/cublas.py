@@ -1,5 +1,5 @@
 """Calls cuBLASLt by its C interface: lists its algorithms for a product with plain weights, and runs one of them. torch
-takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
+takes the first of the list; only timing finds the fastest (`chosen.py`)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Cublas:
 
     @property
     def name(self) -> str:
-        """Returns a file name for this GPU and this version of the library."""
+        """A file name for this GPU and this version of the library."""
         get = self._library.cublasLtGetVersion
         get.restype = ctypes.c_size_t
         gpu = torch.cuda.get_device_name(self._workspace.device)
@@ -102,7 +102,7 @@ class Cublas:
         return PreparedProduct(product, weights, x, out, usable)
 
     def fits(self, how: PreparedProduct, algorithm: bytes) -> bool:
-        """Whether an algorithm, found for another product perhaps, does this one."""
+        """Whether an algorithm, perhaps found for another product, does this one."""
         found, tried = _AlgorithmFound(), _Algorithm.from_buffer_copy(algorithm)
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, how.product, how.weights, how.x, how.out, how.out, ctypes.byref(tried), ctypes.byref(found)
@@ -112,7 +112,7 @@ class Cublas:
     def multiply(
         self, how: PreparedProduct, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Enqueues on torch's current stream; of products on two streams at a time the results would be wrong."""
+        """Enqueues on torch's current stream; products on two streams at a time would give wrong results."""
         self._call(
             "cublasLtMatmul",
             self._handle, how.product, ctypes.byref(self._one), _pointer(weights), how.weights, _pointer(x), how.x,

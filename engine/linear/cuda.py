@@ -32,7 +32,7 @@ class CudaKernels:
         self._tried = False
 
     def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
+        """x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return None
         ready = self._open(x.device)
@@ -63,7 +63,7 @@ class CudaKernels:
 
 
 class CudaLinear:
-    """Products by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
+    """Multiplies by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
     and slow. Executors read `matrix` themselves."""
 
     def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CudaKernels | None = None) -> None:

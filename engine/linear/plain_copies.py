@@ -1,5 +1,5 @@
-"""Keeps plain copies of four- and eight-bit weights, for products with many rows, where arithmetic and not the reading
-of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
+"""Keeps plain copies of four- and eight-bit weights, while memory allows, for products with many rows: there arithmetic
+takes the time, not reading weights, and a library's product is faster than ours."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlainCopies:
     held: dict[int, DenseLinear] = field(default_factory=dict)  # by identity: linears last as long as the model
 
     def of(self, linear: Linear, rows: int) -> Linear:
-        """Returns what multiplies this number of rows fastest: the linear itself, or its copy."""
+        """The linear or its copy, whichever multiplies this number of rows faster."""
         if isinstance(linear, CudaLinear) and rows > OWN_ROWS:
             return self.held.get(id(linear), linear)
         return linear

@@ -67,7 +67,7 @@ class CpuProducts:
     the same bits whatever rows stand beside it. Uses as many threads as torch at most."""
 
     def __init__(self, library: Path, walkers: int = 1) -> None:
-        """`walkers`: how many threads a walk of `walk.c` may have."""
+        """`walkers`: the most threads of a walk of `walk.c`."""
         self.library: Any = ctypes.CDLL(str(library))
         self.block = int(self.library.outputs_a_block())  # outputs that lie together
         self.walkers = walkers
@@ -75,9 +75,8 @@ class CpuProducts:
     def int4(
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """Multiplies by four-bit weights. q is uint8 [blocks, inputs, block / 2], scale and zero are [blocks, groups,
-        block]; `zero` holds uint8 zero points, or minima in the type of the scale. shape: outputs, inputs, inputs a
-        group."""
+        """q uint8 [blocks, inputs, block / 2]; scale and zero [blocks, groups, block]; `zero` holds uint8 zero points,
+        or minima in the type of the scale. shape: outputs, inputs, inputs a group."""
         outputs, inputs, group = shape
         points, minima = (zero.data_ptr(), None) if zero.dtype == torch.uint8 else (None, zero.data_ptr())
         weight = Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, TYPES[scale.dtype])
@@ -87,14 +86,14 @@ class CpuProducts:
         return y
 
     def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Shapes: q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
+        """q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
         y, product = self._product(x, outputs)
         weight = Int8(q.data_ptr(), scale.data_ptr())
         self.library.multiply8(ctypes.byref(product), ctypes.byref(weight))
         return y
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Shapes: weight bfloat16 or float16 [outputs, inputs], contiguous."""
+        """weight bfloat16 or float16 [outputs, inputs], contiguous."""
         y, product = self._product(x, weight.shape[0])
         held = PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])
         half = weight.dtype == torch.float16
@@ -150,7 +149,7 @@ def _file(units: tuple[str, ...]) -> str:
 
 
 def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder to compile in: where the result is kept, since no other may be writable. Raises OSError."""
+    """A folder to compile in: where the result is kept, since no other may be writable. Raises OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder)
@@ -167,7 +166,7 @@ def _compiler() -> str:
 
 
 def _compile(units: tuple[str, ...], room: str) -> Path:
-    """Compiles a library in this folder; with threads if the compiler has them. Raises NoProducts."""
+    """Compiles with threads if the compiler has them. Raises NoProducts."""
     compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):

@@ -74,8 +74,8 @@ def place_weight(
     placement: Placement,
     kernels: CudaKernels | None = None,
 ) -> Linear:
-    """Returns a linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a
-    CPU without products: by plain tiles."""
+    """Lays the weight out for its device. `kernels`: how a GPU multiplies; None, as for a CPU without products: by
+    plain tiles."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)
@@ -108,7 +108,7 @@ def _to_device(weight: Int4Groups | Int8Rows, device: torch.device) -> Int4Group
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A checkpoint whose tensors are copied to a device as they are read, and so unpacked there."""
+    """Copies a checkpoint's tensors to a device as they are read, and so unpacks them there."""
 
     source: TensorSource
     device: torch.device

@@ -150,7 +150,7 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _adjust(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
-        """Bias, penalties and barred tokens; the same tensor where no row has any."""
+        """Applies bias, penalties and barred tokens; the same tensor where no row has any."""
         barred = [
             (row, token)
             for row in batch.barred
@@ -175,7 +175,7 @@ class Sampler:
         return logits
 
     def _bar(self, logits: torch.Tensor, batch: BatchParams, assumed: Rows[Tokens]) -> None:
-        """Leaves of constrained rows what their masks allow; ids beyond a mask have no text."""
+        """Leaves constrained rows what their masks allow; ids beyond a mask have no text."""
         masks = [self._constraints.mask(batch.sequences[row].key, assumed[row]) for row in batch.constrained]
         packed = torch.frombuffer(bytearray().join(masks), dtype=torch.uint8).to(self._device).view(len(masks), -1)
         barred = (packed.unsqueeze(2) >> self._bits & 1 == 0).view(len(masks), -1)[:, : self._vocab]
@@ -199,7 +199,6 @@ class Sampler:
         return logits - presence * (counts > 0) - frequency * counts
 
     def _draw(self, batch: BatchParams, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Shapes: [drawn, vocab] → ids [drawn]."""
         # Less the best, before a tiny temperature could overflow.
         heat = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature
         if not batch.filtered:
@@ -241,7 +240,7 @@ def _filtered(one: SamplingParams) -> bool:
 
 
 def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Returns the least log-weight [rows, 1] that top_k and then top_p keep.
+    """The least log-weight [rows, 1] that top_k and then top_p keep.
 
     ordered [rows, n] descends; mass [rows, 1] is the weight of all tokens. Where n do not suffice: the last.
     """
@@ -256,8 +255,7 @@ def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> list[TokenLogprob]:
-    """Returns log-probabilities of rows [rows, vocab]: of each one's token, and of the requested number of best
-    ones."""
+    """Log-probabilities of rows [rows, vocab]: of each one's token, and of `counts` best ones."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

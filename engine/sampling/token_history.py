@@ -20,7 +20,7 @@ class TokenHistory:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
 
     def of(self, sequences: Rows[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
+        """seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
         seen, generated = self._ready()
         for sequence in sequences:
             self._count(sequence, seen, generated)
