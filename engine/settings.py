@@ -1,7 +1,7 @@
 """Defines every setting of the engine once: name, type, default, bounds and help. No torch.
 
-An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree unchanged.
-`EngineSettings` is what the engine process gets at its start: all of them, resolved and validated.
+An `…Options` or `…Switches` class, what a user may set, is mounted into the server's settings tree. `EngineSettings` is
+what the engine process gets at its start: all of them, resolved and validated.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Samples the Python stacks of a process's threads a hundred times a second.
+"""Samples the Python stacks of a process's threads a hundred times a second, by wall-clock time.
 
 Text with one stack a line, outermost frame first, and its count, as flame graph tools and speedscope read it:
-`thread;outer (path:7);inner (path:12) 41`. It names functions and lines; no value of a variable is ever read. Costs
-nothing while no sampler runs.
-
-Samples are of wall-clock time: a waiting thread is sampled waiting. A thread that holds the GIL in C is sampled at the
-line that it called from, and less often than it should be.
+`thread;outer (path:7);inner (path:12) 41`. It names functions and lines, never values. A thread that holds the GIL in C
+is sampled at the line that it called from, and less often than it should be.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Caches exact answers: the same prompt, under the same parameters, of the same tenant and model.
 
-An answer that stopped by itself is stored without its max_tokens, and serves every request whose limit it stays below.
-One that was cut at max_tokens serves requests with that very limit. Nothing is shortened to fit: only a tokenizer knows
-where a text may be cut. Answers cut by time, by context or by a caller are not kept.
+An answer that stopped by itself serves every request whose max_tokens it stays below; one that was cut there serves
+requests with that very limit. Nothing is shortened to fit: only a tokenizer knows where a text may be cut. Answers cut
+by time, by context or by a caller are not kept.
 """
 
 from __future__ import annotations

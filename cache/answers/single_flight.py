@@ -1,10 +1,9 @@
 """Coalesces identical requests in this process into one generation, read by all (single-flight).
 
-A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
-read from the first part. No task drives it: a reader at the end of the log fetches the next part, unless another is
-fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly as from the
-engine, and the next reader follows a leader that leaves. When the generation fails, the next reader's own way of
-generating continues where the log ends.
+A `SharedGeneration` is an append-only log of parts and the generation that fills it. No task drives it: a reader at the
+end of the log fetches the next part, unless another is fetching already. So the generation runs as fast as its fastest
+reader, and the next reader follows a leader that leaves. When the generation fails, that reader's own way of generating
+continues where the log ends.
 """
 
 from __future__ import annotations

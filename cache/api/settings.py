@@ -1,7 +1,7 @@
 """Defines every setting of the caches once: name, type, default, bounds and help. Standard library only.
 
-An `…Options` class is what a user may set, mounted into the server's settings tree unchanged. The `…Settings` class
-beside it adds what only code and tests change. The tree's validation reads a field's `metadata`.
+An `…Options` class, what a user may set, is mounted into the server's settings tree; the `…Settings` class beside it
+adds what only code and tests change. The tree's validation reads a field's `metadata`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""The form of a run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag.
-
-The header describes the bytes and their place in the chain. It is authenticated together with the name, so that only
-the requested run opens, in the layout of this engine.
-"""
+"""A run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag. The header describes the bytes
+and their place in the chain, and is authenticated with the name, so that only the requested run opens, in the layout of
+this engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The one rule of visibility: names of partitions and entries, and the epochs that purge a tenant at once.
+"""Names partitions and entries, and keeps the epochs that purge a tenant at once.
 
 partition = HMAC(tenant key, weights ‖ tokenizer and template ‖ cache schema ‖ tenant epoch), where the tenant key is
-itself HMAC(names secret, tenant). An epoch is a random number kept in the store: replacing it, or losing it, makes all
-of a tenant's entries unreachable.
+itself HMAC(names secret, tenant). An epoch is a random number in the store: replacing or losing it makes all of a
+tenant's entries unreachable.
 """
 
 from __future__ import annotations

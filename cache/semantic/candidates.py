@@ -1,8 +1,6 @@
-"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: what it
-finds is read from the store before it counts, so that a deletion or an expiry acts on every replica at once.
-
-Embedding, adding and searching happen on one thread of their own; nothing else touches an index.
-"""
+"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: the store
+is read before a finding counts, so that a deletion or an expiry acts on every replica at once. One thread embeds, adds
+and searches; nothing else touches an index."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Decides when observed answers allow a candidate to be served: by a bound on its error rate and limits on its pace.
 
-An observation records whether a candidate's answer would have been right. With s right and f wrong observations, the
-share of right answers is Beta(s + 1, f + 1) distributed. Serving is allowed if that share exceeds 1 − δ with the
-configured confidence: with no wrong observation, δ = 1 % and 95 % confidence, this takes 298 observations.
+With s right and f wrong observations, the share of right answers is Beta(s + 1, f + 1) distributed. Serving is allowed
+if that share exceeds 1 − δ with the configured confidence: with no wrong observation, δ = 1 % and 95 % confidence, this
+takes 298 observations.
 
-An attacker can gather evidence by harmless questions, under as many callers as a tenant has tokens. Right observations
-are therefore throttled: one caller makes up at most a quarter of the count, the observations and the new callers that
-count per day are limited, and a day must lie between the first and the last. Every wrong observation counts, at once.
+An attacker can gather evidence by harmless questions, under as many callers as a tenant has tokens. So one caller makes
+up at most a quarter of the right observations, those that count per day and their new callers are limited, and a day
+must lie between the first and the last. Every wrong observation counts, at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Keeps evidence in the store: one sealed value for each kind of difference, changed by compare-and-set.
 
-The kind of a difference is the words that only one of the two questions has, and whether the shared words are
-reordered. So three hundred observations that `quickly` is harmless are evidence for `quickly` and for no other word.
+The kind is the words that only one of two questions has, and whether the shared words are reordered: three hundred
+observations that `quickly` is harmless are evidence for no other word.
 """
 
 from __future__ import annotations

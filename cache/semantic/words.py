@@ -2,10 +2,9 @@
 
 Two questions are equal if their words are the same in the same order. Only these variations are ignored: runs of
 blanks, a blank before the last question mark, the capital of a common word that begins a sentence, the final mark of a
-sentence whose words make it a question or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`),
-the case of the pronoun `I`, and the case of names that have no other meaning. In a question about text, or with signs
-that may be code, no variation is ignored; if the question may mention words rather than use them, only the capital of
-its first word is.
+sentence that its words make a question or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`),
+and the case of `I` and of names without another meaning. In a question about text, or with signs that may be code, none
+is ignored; if the question may mention words rather than use them, only the capital of its first word is.
 """
 
 from __future__ import annotations

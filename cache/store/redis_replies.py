@@ -1,8 +1,7 @@
 """Parses replies of Redis within the bounds that the command allows. No I/O.
 
 A server that is not Redis may announce a list of a billion elements, or a value without an end. Each announced length
-is checked against the reply's bound before any of it is stored, so that a reply costs no more memory than its
-`ReplyBounds`, and a call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no connection
+is checked against the reply's `ReplyBounds` before anything is stored. Only RESP2 is parsed, because no connection
 switches to RESP3.
 """
 

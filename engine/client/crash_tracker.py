@@ -1,12 +1,11 @@
 """Attributes crashes of the engine process to requests, and quarantines those that cause them.
 
-After a crash every request of the step is a suspect. A suspect that is submitted again runs like any other except for
-its *solo*: the steps around the place of the crash run for it alone. If the process dies in one of those, no other
-request can be the cause, and this one is refused from then on. So a request kills two processes at most, and no other
-is ever blamed.
+After a crash every request of the step is a suspect. When one is submitted again, the steps around the place of the
+crash (its *solo*) run for it alone. If the process dies in one of those, no other request can be the cause, and this
+one is refused from then on. So a request kills two processes at most, and no other is ever blamed.
 
-Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key is
-the front's own, so that neither table nor log reveals a prompt.
+Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another; by the
+front's own key, neither table nor log reveals a prompt.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Checks constraints against bounds of depth, rules, size and repetition before llguidance reads any of them.
+"""Checks constraints against bounds of depth, rules, size and repetition before llguidance reads any of them, in the
+front and in the engine's processes.
 
-llguidance parses recursively, and a stack overflow in it ends the process. So no constraint deeper than MOST_DEPTH
-reaches it, and it runs on a stack of STACK bytes, enough for nineteen times that depth
-(docs/adr/0062-constraints-in-processes.md). The text process of the front and the engine's processes check the same
-text.
+llguidance parses recursively, and a stack overflow ends the process. So no constraint deeper than MOST_DEPTH reaches
+it, and it runs on a stack of STACK bytes, enough for nineteen times that depth
+(docs/adr/0062-constraints-in-processes.md).
 
 Depth is counted from the outermost level inwards; all rules or definitions that can reach each other in a cycle count.
-The checks themselves do not recurse.
+The checks do not recurse.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
 Grammars are followed in processes of their own (docs/adr/0062-constraints-in-processes.md), because llguidance may
 exhaust or crash its process. A step waits for their answers for `Budget.step_wait` at most, and only for callers whose
-masks have come in time lately.
-
-A sequence without a mask, whose caller's masks were late, is not planned (`ready`). A planned row whose mask is missing
-when its token is chosen ends in RowEnd.LATE, and is planned again later.
+masks came in time lately. Sequences of others are not planned without a mask (`ready`). A planned row whose mask is
+late ends in RowEnd.LATE, and is planned again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Loads the vocabulary once and forks the processes that follow grammars, which share it.
 
-Run as `python -m engine.constraints.fork_server --fd N`. The fork server follows no grammar and runs no thread, so that
-forking is safe.
-
-Each forked process serves one caller, one command after another. It is killed when it exceeds a bound (processor time
-by a timer's signal, memory by a resource limit) and when the library crashes, and never outlives the engine.
+Run as `python -m engine.constraints.fork_server --fd N`. Each process serves one caller. It is killed when it exceeds a
+bound (processor time by a timer's signal, memory by a resource limit), and never outlives the engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The common part of fork servers: the loop that forks and reaps, and the limits of forked processes.
+"""The loop that forks and reaps, and the limits of forked processes.
 
-A fork server loads data once for all its forked processes, runs no thread, so that forking is safe, and never leaves
-one behind its parent. The front imports this module too, so it does not import torch.
+A fork server loads data once for all its forked processes, runs no thread, so that forking is safe, and leaves none
+behind its parent. The front imports this module too, so it does not import torch.
 """
 
 from __future__ import annotations

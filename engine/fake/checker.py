@@ -1,8 +1,8 @@
-"""Checks plans and results without a device: what each slot's sequence is, which of its tokens are computed, and which
-sequence wrote which page.
+"""Checks plans and results without a device: each slot's sequence, its computed tokens, and which sequence wrote which
+page.
 
 A plan that reads what was not computed, or was overwritten, is refused. A full page holds a digest of all tokens up to
-its end, so that a sequence which begins with shared pages is checked as well.
+its end, so that shared pages are checked as well.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Runs steps without torch and weights: for tests and for measuring what is around the engine.
+"""Runs steps without torch and weights, and checks the scheduler's plans: for tests and for measuring what is around
+the engine.
 
 Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 256 entries of vocabulary they are
-printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
-first stop token, where it has one. Sampling fields that need logits change nothing. Of several ids a step, all but the
-first count as accepted drafts.
+printable ASCII, above that anything but the first three. About one in 64 is the request's first stop token, if any.
+Sampling fields that need logits change nothing. Of several ids a step, all but the first count as accepted drafts.
 
-It checks the scheduler's plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks
-once n ids have been generated.
+With `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks once n ids have been generated.
 """
 
 from __future__ import annotations

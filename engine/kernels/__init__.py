@@ -4,11 +4,9 @@ that prepares its launches, and one function of `reference`.
 A step of up to eight rows is a chain of launches over state at fixed addresses: per layer `linear` (queries, keys,
 values), `attention`, `linear_residual` (output), `gate_up`, `linear_residual` (down); then `head`, which chooses tokens
 that are greedy or by temperature alone, or else the four stages of `sampling`; then `advance`, which reports to the
-host and embeds the next step's tokens. `step.prepare_step` makes the chain as a tuple of `Launch`; an executor captures
-it as often as a graph is to hold steps, and replays the graph.
-
-Steps of many rows put other kernels between products of torch or `gemm`, as prompts do (`prefill`, `rows`):
-`batch_attention` divides the pages of a step among warps on the device, and `batch_sampling` has a block a row.
+host and embeds the next step's tokens. `step.prepare_step` makes the chain; an executor captures it as often as a graph
+is to hold steps. Steps of many rows and prompts put other kernels between products of torch or `gemm` (`rows`,
+`prefill`, `batch_attention`, `batch_sampling`).
 
 Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be false),
 under three rules that the kernels keep:
@@ -20,5 +18,5 @@ under three rules that the kernels keep:
 The host may change state (tokens, positions, pages, stops, sampling) between two graph launches, in stream order. Pages
 must be there before a position reaches them, and no row may outgrow `ChainPlan.longest`: the attention kernel traps.
 
-A row's result does not depend on the other rows nor on how many there are.
+A row's result does not depend on the other rows nor on their number.
 """

@@ -1,8 +1,7 @@
 """Wrapper of decode attention for many rows, whose keys and values are in their pages already.
 
-`BatchAttention.plan` is enqueued once a step, after whatever changes lengths or pages, and `attend` once a layer: it
-reads the plan, the page table and all pages but a row's last before its wait, so that nothing between the two may
-change them, the last pages excepted.
+`BatchAttention.plan` is enqueued once a step, after changes of lengths or pages, and `attend` once a layer: before its
+wait it reads the plan, the page table and all pages but a row's last, so nothing between the two may change those.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Compiles the CUDA sources of this folder at run time and keeps the machine code in the user's cache folder.
 
-Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name hashes all that it was
-made from: the source with its headers, definitions, architecture and compiler version. A file ends with the SHA-256 of
-its code, so that a damaged one is compiled anew.
+Shapes are compiled in. A cubin's name hashes all that it was made from: source and headers, definitions, architecture,
+compiler version. A file ends with the SHA-256 of its code, so that a damaged one is compiled anew.
 """
 
 from __future__ import annotations

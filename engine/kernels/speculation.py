@@ -1,8 +1,8 @@
 """Wrappers of `accept`, `lookup`, `replay`: a verifying step's end and the next draft; and of `follow`, `guess`,
 `drafted`: a draft model's guesses before the step that verifies them.
 
-A verifying step feeds a sequence's newest token and its draft as rows side by side. Rows are laid out for the longest
-draft; a step verifies as many of the first as it was made for and leaves the others alone.
+A verifying step feeds a sequence's newest token and its draft as rows side by side: of the rows laid out for the
+longest draft, the first ones that it was made for.
 """
 
 from __future__ import annotations

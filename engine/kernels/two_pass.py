@@ -7,12 +7,12 @@ For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / roo
     |plain - coarse| ≤ (‖w - s·q‖ + γ·‖w‖ + γ·‖s·q‖) · ‖x‖ · f
 
 The first term is exact arithmetic's (Cauchy-Schwarz). γ bounds what float32 adds to either sum, relative to Σ |w·x| ≤
-‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, cuts
-them below, and cuts the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at
-most 18 · 2^-22 of the sum of magnitudes; a warp chains no more than its share of the columns / 32 of them (a lane's
-eight columns go to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24
-each, with the three roundings of f and s, stay below 2^-19. The kernel accounts for what numbers below the normal ones
-lose, and for sums too large to be bounded. Neither pass rounds its result to fewer bits than float32.
+‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, and
+cuts them and the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at most 18 ·
+2^-22 of the sum of magnitudes; a warp chains at most its share of the columns / 32 of them (a lane's eight columns go
+to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24 each, with the three
+roundings of f and s, stay below 2^-19. The kernel accounts for what numbers below the normal ones lose, and for sums
+too large to be bounded. Neither pass rounds its result to fewer bits than float32.
 """
 
 from __future__ import annotations

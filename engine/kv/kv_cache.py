@@ -1,7 +1,7 @@
 """Holds keys and values of every running sequence, in pages of 16 tokens.
 
 Logically [layers, 2, pages, kv_heads, 16, head_dim]. On a CPU heads lie outside pages, so that a run of neighbouring
-pages is one matrix a head, read in place; on a GPU pages lie outside heads, as kernels and page transfers want them.
+pages is one matrix a head; on a GPU pages lie outside heads, as kernels and page transfers want them.
 
 As fp8 they are e4m3 without a scale: rounded to nearest, and to ±448 beyond. torch sees bytes, since few of its
 operations know that type.

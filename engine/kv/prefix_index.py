@@ -1,9 +1,9 @@
 """Indexes full pages by a chain of hashes, so that other sequences can reuse their keys and values. Owns that index,
-the users of its pages, and the order of eviction. No torch.
+the users of its pages, and the order of eviction.
 
 A page's hash is SHA-256 over its parent's hash and its sixteen token ids; the chain's root binds all that shapes keys
 and values, and their tenant. Equal hashes are therefore equal tokens from the first on, under one model and one tenant.
-Only full pages are shared, so none that is shared is ever written to.
+Only full pages are shared, and none of them is ever written to.
 
 A user of a page uses all before it in its chain. Unused pages stand in one list, the longest unused first, and of one
 chain the deepest first: the first of the list is always a leaf.
@@ -89,7 +89,7 @@ class PrefixIndex:
         return self._pool.allocate(count, after)
 
     def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
-        """Counts the pages by which `room` would grow if these gave all of theirs back, not counting those in `besides`."""
+        """Counts the pages by which `room` would grow if these gave all of theirs back, except those in `besides`."""
         if not sequences:
             return 0
         own = 0

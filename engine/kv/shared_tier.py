@@ -1,8 +1,8 @@
 """Fetches keys and values from the shared tier, and hands over what is to be kept. Owns the fetches under way, the
-sequences that wait for them, and what is still to be written. No torch.
+sequences that wait for them, and unwritten runs.
 
-A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What arrives
-goes into the prefix index, where the waiting sequence finds it like any other page.
+A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. Fetched runs
+go into the prefix index, where the waiting sequence finds them like any other page.
 """
 
 from __future__ import annotations

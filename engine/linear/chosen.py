@@ -1,7 +1,7 @@
-"""Products of many tokens with plain weights on a GPU, each by the algorithm of cuBLASLt that took the least time.
+"""Multiplies many tokens by plain weights on a GPU, each product by the fastest algorithm of cuBLASLt.
 
-The library's own choice stays unless another is clearly faster. Choices are kept beside the compiled kernels, by GPU
-and version of the library: a server that is started again rounds as it did before.
+The library's own choice stays unless another is clearly faster. Choices are kept beside the compiled kernels, so that a
+server that is started again rounds as it did before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Throttles background sequences beside interactive ones: a step feeds as many of them as lengthen it little.
 
-A step's time by its background rows is measured, beginning with none: their number doubles as long as fewer cost
-little. Throttled sequences keep slot and pages, and the lowest ranks are fed first, so that they end and others follow.
-Their prompts get a short chunk now and then.
+Their number begins with none and doubles as long as fewer cost little. Throttled sequences keep slot and pages, and the
+lowest ranks are fed first, so that they end and others follow. Their prompts get a short chunk now and then.
 """
 
 from __future__ import annotations

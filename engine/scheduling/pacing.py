@@ -2,9 +2,8 @@
 one.
 
 Step times are learnt by the number of decoding rows, and by what prompt tokens add. Rows may take most of the target,
-prompts the rest. More sequences start only while steps are well below that, and by no more than a step's time would
-grow if it were all for rows. Fewer start once steps are above it; running ones go on: feeding them by turns would give
-each of them fewer tokens.
+prompts the rest. More sequences start only while steps are well below that, fewer once they are above it. Running ones
+go on: feeding them by turns would give each of them fewer tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Orders sequences by rank, and finds when their time is up.
 
-The one rank is arrival, advanced by AGING seconds a priority level, and by the front where tenants take turns. A
-sequence that waits longer than that is overtaken no more, so none starves, and since the lowest rank is never
-preempted, every step makes progress.
+The rank is arrival, advanced by AGING seconds a priority level, and by the front where tenants take turns. A sequence
+that waits longer is overtaken no more, so none starves, and since the lowest rank is never preempted, every step makes
+progress.
 """
 
 from __future__ import annotations

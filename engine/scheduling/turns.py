@@ -1,9 +1,8 @@
 """Chooses which running sequences the next step may feed, and how many prompt tokens: all of them, unless one is in its
-solo or memory has run out.
+solo or a step failed. Solos take turns with all the others.
 
-Where a step found no memory, its rows are fed in halves, and halves of those, until the rest fits or a row is left
-alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are halved
-likewise until the row that raises is alone. Solos take turns with all the others.
+Rows of a step that found no memory are halved until the rest fits or a row is alone; prompts go on in smaller chunks
+until sixteen steps in a row went well. Rows of a step that raised are halved until the row that raises is alone.
 """
 
 from __future__ import annotations
