@@ -19,7 +19,7 @@ TRIAL_STEPS: Final = 256  # after which a switch is no longer blamed for steps t
 
 
 class Priority(enum.IntEnum):
-    """Order in the queue. Waiting requests age, so that none waits forever."""
+    """Waiting requests age, so that none waits forever."""
 
     BACKGROUND = 0
     NORMAL = 1
@@ -30,7 +30,7 @@ AGING = 10.0  # seconds of waiting that weigh as much as one priority level
 
 
 class FinishReason(enum.StrEnum):
-    """Reason of a good ending, from engine to cache to wire. Failures are exceptions of `engine.errors`."""
+    """Reasons of good endings, from engine to cache to wire. Failures are exceptions of `engine.errors`."""
 
     STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
     LENGTH = "length"
@@ -46,11 +46,8 @@ class EngineState(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters, every value resolved.
-
-    Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
-    temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone.
-    """
+    """Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
+    temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone."""
 
     temperature: float  # 0 is greedy
     top_k: int  # 0 keeps all
@@ -77,7 +74,7 @@ GREEDY = SamplingParams(
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of a sequence. Stop strings are text, hence checked by the front."""
+    """Stop strings are text, hence checked by the front."""
 
     max_tokens: int  # 0 only with prompt_logprobs
     min_tokens: int = 0  # before it no stop token is drawn
@@ -114,7 +111,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities at one place, of the model's own distribution (no penalties, no temperature)."""
+    """Taken from the model's own distribution (no penalties, no temperature)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
@@ -132,7 +129,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Facts of a sequence's start, which a reader that stops early would otherwise miss."""
+    """Known at the start, so that a reader that stops early has them too."""
 
     cached_tokens: int
     queue: float  # as in Finish
@@ -140,7 +137,7 @@ class Start:
 
 
 class TokenEvents(NamedTuple):
-    """Tokens that one step added to one sequence, none where it only finishes."""
+    """Tokens that one step added to a sequence; none where it only finishes."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
@@ -153,15 +150,13 @@ class TokenEvents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objection:
-    """Reason why a decoder was not chosen."""
-
     decoder: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Reason why an optimisation does nothing for this model on this machine, on or off."""
+    """Why an optimisation does nothing for this model on this machine, on or off."""
 
     name: str
     reason: str
@@ -169,8 +164,6 @@ class Unused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverted:
-    """A switch that was reverted, since steps failed with it."""
-
     name: str
     enabled: bool  # as it is now
     reason: str
@@ -209,7 +202,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """Counts of the shared tier since the engine started, as `cache` makes them."""
+    """Counts since the engine started, as `cache` makes them."""
 
     counts: tuple[tuple[str, str, int], ...] = ()  # event, its label, how often
     times: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # event, buckets of `cache.counters`, seconds
@@ -240,19 +233,18 @@ class EngineLoad:
 
 
 class TokenStream(Protocol):
-    """The events of one request. Raises what `engine.errors` lists; ends after the event that carries `finish`."""
+    """Raises what `engine.errors` lists; ends after the event that carries `finish`."""
 
     def __aiter__(self) -> TokenStream: ...
 
     async def __anext__(self) -> TokenEvents: ...
 
     def batch(self, tokens: int, delay: float) -> None:
-        """Batches events from now on, for a reader that need not wake for every token: until there are `tokens`,
-        `delay` seconds after the first of them, or the end, whichever comes first."""
+        """Holds events back until there are `tokens`, `delay` seconds after the first of them, or the end, for a reader
+        that need not wake for each."""
 
     def cancel(self) -> None:
-        """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read to
-        its end."""
+        """Frees slot and pages within a step. Every stream must be cancelled or read to its end."""
 
     def abort(self, reason: str) -> None:
         """Cancels; the reader gets `Aborted`."""
@@ -280,11 +272,11 @@ class Engine(Protocol):
 
     @property
     def quarantines(self) -> int:
-        """The number of requests that were found to crash it, and are refused."""
+        """Requests that were found to crash it, and are refused."""
 
     @property
     def reverted(self) -> Mapping[str, Reverted]:
-        """Switches that were turned back and not set since, by name."""
+        """Switches turned back and not set since, by name."""
 
     @property
     def reverts(self) -> Mapping[str, int]:
@@ -300,10 +292,10 @@ class Engine(Protocol):
         """Why the engine is not ready, and when to retry."""
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
-        """Returns when it is set. Raises Unsupported for a name that the engine does not have."""
+        """Returns when it is set. Raises Unsupported for an unknown name."""
 
     async def profile(self, seconds: float) -> str:
-        """Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+        """Stacks in the form of `engine.stacks`. Raises EngineUnavailable."""
 
     def set_log_level(self, level: LogLevel) -> None:
         """Applies to this engine process and later ones."""

@@ -17,8 +17,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time, of each control group that this process is in and that limits it (v2: `cpu.max`, v1:
-    `cpu.cfs_quota_us`)."""
+    """Cores' worth of time of each control group that limits this process (v2: `cpu.max`, v1: `cpu.cfs_quota_us`)."""
     mounted = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")

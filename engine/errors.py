@@ -35,23 +35,23 @@ class EngineUnavailable(EngineError):
 
 
 class EngineFailed(EngineError):
-    """A step failed. What failed is in the engine's log, not here."""
+    """What failed is in the engine's log, not here."""
 
 
 class OutOfMemory(EngineError):
-    """A step that was run for this request alone, and for few of its tokens, found no memory."""
+    """A step for this request alone, and for few of its tokens, found no memory."""
 
 
 class ConstraintUnmet(EngineError):
-    """No token is left that the request's constraint allows, or the constraint cannot be used with this model."""
+    """Also raised where constraints cannot be used with this model."""
 
 
 class ConstraintTooCostly(EngineError):
-    """Retrying is useless: the constraint costs too much each time."""
+    pass
 
 
 class Quarantined(EngineError):
-    """Retrying is useless: the request crashed the engine process twice, alone in the step."""
+    pass
 
 
 class DeadlineExceeded(EngineError):

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 
 class JsonLines(logging.Formatter):
-    """Keys: time (RFC 3339), level, process, logger, message; `trace` where there is an exception; and the caller's
+    """Keys: time (RFC 3339), level, process, logger, message; `trace` where there is an exception; and
     `extra={"fields": …}`. All ASCII, so that no text can break a line."""
 
     def __init__(self, process: str) -> None:

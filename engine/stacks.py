@@ -25,7 +25,7 @@ _Stack = tuple[str | tuple[CodeType, int], ...]  # outermost first; code and lin
 
 
 class StackSampler:
-    """Samples from `start` to `finish`, `seconds` at most, even if `finish` is never called."""
+    """Samples for `seconds` at most, even if `finish` is never called."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -38,11 +38,11 @@ class StackSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it soon. Returns at once."""
+        """Returns before it has ended."""
         self._over.set()
 
     def finish(self) -> str:
-        """Ends it; the text. Takes milliseconds, in which it waits for the thread."""
+        """Waits milliseconds for the thread to end."""
         self.stop()
         self._thread.join()
         return self._text
@@ -72,7 +72,6 @@ class StackSampler:
 
 
 def _text(seen: Counter[_Stack]) -> str:
-    """Renders the most frequent first."""
     names: dict[CodeType, tuple[str, str]] = {}
     lines: list[str] = []
     size, left_out = 0, 0
@@ -100,7 +99,7 @@ def _frame(one: str | tuple[CodeType, int], names: dict[CodeType, tuple[str, str
 
 
 def _short(path: str) -> str:
-    """Shortens a path to the importable part, without the folders of this machine."""
+    """Cuts off the folders of this machine."""
     parents = [one for one in sys.path if one and path.startswith(one.rstrip("/") + "/")]
     if parents:
         return path[len(max(parents, key=len).rstrip("/")) + 1 :]

@@ -59,8 +59,8 @@ class CrashTracker:
         return entry.solo
 
     def died_together(self, who: Iterable[tuple[GenerationRequest, int]], ahead: int) -> None:
-        """Records a crash in a step that fed these requests, with their delivered tokens. The step may have begun
-        `ahead` tokens before or after those."""
+        """Records a crash of a step that fed these requests, with their delivered tokens; it may have begun `ahead`
+        tokens before or after those."""
         for request, made in who:
             begin, end = max(0, made - ahead), made + ahead + 1
             known = self._known(request)

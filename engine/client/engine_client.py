@@ -28,7 +28,7 @@ _BACKOFF = Backoff()
 
 
 class EngineClient:
-    """Implements engine.api.Engine with a process of its own. To be made inside the event loop."""
+    """To be made inside the event loop."""
 
     def __init__(
         self,
@@ -92,7 +92,6 @@ class EngineClient:
 
     @property
     def live(self) -> int:
-        """Streams that have not ended."""
         return len(self._streams)
 
     @property
@@ -103,8 +102,7 @@ class EngineClient:
         await self._supervisor.start()
 
     async def ended(self) -> None:
-        """Never returns while a dead engine is restarted. Raises what ended that: InvalidModel where the model folder
-        was replaced."""
+        """Raises what ended restarts, such as InvalidModel where the model folder was replaced."""
         await self._supervisor.ended()
 
     def submit(self, request: GenerationRequest) -> InboxStream:
@@ -136,7 +134,7 @@ class EngineClient:
         self._supervisor.send(SetLogLevel(level))
 
     def kill(self) -> None:
-        """Ends the process without asking, so that `close` takes no time."""
+        """Kills the process, so that `close` need not wait for it."""
         self._supervisor.kill()
 
     async def close(self) -> None:
@@ -211,8 +209,8 @@ class EngineClient:
 
 
 def texts_digest(folder: str) -> str:
-    """Digests the files that prompts are made with, before they are read: the engine process must find the same. Raises
-    InvalidModel."""
+    """Digests, before they are read, the files with which prompts are made: the engine process must find the same.
+    Raises InvalidModel."""
     try:
         return of_texts(Path(folder)) if folder else ""
     except BadFile as error:
@@ -220,7 +218,7 @@ def texts_digest(folder: str) -> str:
 
 
 def check(request: GenerationRequest, info: ModelInfo) -> None:
-    """Raises ValueError for what this model cannot run. A front that validates never meets it."""
+    """Raises ValueError for what this model cannot run; a front that validates never meets it."""
     prompt = request.token_ids
     if not 0 < len(prompt) < info.max_context:
         raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")

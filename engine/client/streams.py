@@ -24,8 +24,8 @@ _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as
 
 
 class Streams:
-    """All live requests of one front. Those without a first token outlive their engine process: the next one gets them,
-    within their deadlines."""
+    """All live requests of one front. Those without a first token outlive their engine process, within their
+    deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
@@ -53,7 +53,7 @@ class Streams:
         return self._crashes.quarantines
 
     def open(self, request: GenerationRequest) -> InboxStream:
-        """Hands the request to the engine. Raises Quarantined."""
+        """Raises Quarantined for a request that crashed the engine."""
         solo = self._crashes.solo(request)
         inbox = StreamInbox(next(self._keys), request, self, self._cap // request.siblings)
         self.send(Submit(inbox.key, request, solo))
@@ -81,9 +81,8 @@ class Streams:
 
     def wake(self, inbox: StreamInbox) -> None:
         """Wakes a reader soon. Of many, a few are woken in every fourth turn of the event loop, since each writes a
-        message, and other work, new calls above all, is done in between. Readers without a token yet and interactive
-        ones need not wait for such a turn. Of few, none waits: turns, and what gRPC does in each, cost a message a
-        tenth of its time."""
+        message, and new calls must not wait for all of them. Readers without a token yet and interactive ones do not
+        wait, nor do few: turns cost a message a tenth of its time."""
         if self.few:
             inbox.wake()
             return
@@ -116,14 +115,14 @@ class Streams:
         inbox.drop(error)
 
     def fail(self, error: Callable[[], EngineError]) -> None:
-        """Ends all, each with an exception of its own."""
+        """Ends each with an exception of its own."""
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.end(error())
         self.give_up(error)
 
     def lose(self, error: Callable[[], EngineError]) -> None:
-        """Handles the loss of the process: streams that had a token end, the others are kept."""
+        """Ends streams that had a token, and keeps the others for the next process."""
         inboxes, self._inboxes = self._inboxes, {}
         self._lost = {**self._left, **self._leaving, **inboxes}
         self._left, self._leaving = {}, {}
@@ -134,8 +133,8 @@ class Streams:
                 self._keep(inbox)
 
     def attribute_crash(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
-        """Attributes the process's own crash to the step that it left unfinished. Steps begin up to `ahead` tokens
-        before those that arrived."""
+        """Attributes the process's own crash to its unfinished step, which began up to `ahead` tokens before those that
+        arrived."""
         lost, self._lost = self._lost, {}
         named = [lost[key] for key in step.keys if key in lost]
         if step.alone:
@@ -153,7 +152,7 @@ class Streams:
         self._lost = {}
 
     def resume(self) -> None:
-        """Submits what was kept to the new process, in the old order."""
+        """Submits kept requests to the new process, in the old order."""
         kept, self._kept = self._kept, {}
         for inbox, timer in kept.values():
             if timer is not None:
@@ -188,7 +187,7 @@ class Streams:
         return kept is not None
 
     def _expire(self, inbox: StreamInbox) -> None:
-        """Ends a kept request whose time is up, as the engine would end it."""
+        """Ends a kept request at its deadline, as the engine would."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()
         if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):

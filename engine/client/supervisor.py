@@ -53,26 +53,26 @@ class Backoff:
     cap: float = 30.0  # seconds
 
     def delay(self, failures: int) -> float:
-        """Doubles with every failure in a row; half of it is chance, so that many servers do not start as one."""
+        """Doubles with every failure in a row; half is chance, so that many servers do not start as one."""
         whole = min(self.cap, self.base * 2.0 ** min(failures - 1, 30))
         return whole * random.uniform(0.5, 1.0)
 
 
 class EngineListener(Protocol):
     def on_ready(self, info: ModelInfo) -> None:
-        """Reports a usable engine. Raises InvalidModel where it must not be used: supervision then ends."""
+        """Raises InvalidModel where the engine must not be used: supervision then ends."""
 
     def on_lost(self) -> None:
-        """Reports that the engine and all its state are lost. Another is started."""
+        """The engine and all its state are lost; another is started."""
 
     def on_death(self, step: MarkedStep | None) -> None:
-        """Reports the unfinished step of a dead process; None where it was ended from outside."""
+        """Gets the unfinished step; None where the process was ended from outside."""
 
     def on_late(self) -> None:
-        """Reports repeated failures to start: no request should wait for the next."""
+        """Starts keep failing: no request should wait for the next."""
 
     def on_ended(self) -> None:
-        """Reports that no other process is started."""
+        """No other process is started."""
 
     def on_progress(self, progress: LoadProgress) -> None:
         pass
@@ -106,8 +106,7 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Seconds until it will probably be ready: the last load's time, or beyond that a share of the time taken so
-        far, with a random part."""
+        """Seconds until it will probably be ready, by the last load's time, with a random part."""
         now = time.monotonic()
         under_way = self.state in (EngineState.LOADING, EngineState.RESTARTING)
         begins = max(self._next_spawn, self._spawned_at) if under_way else now
@@ -117,8 +116,8 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an absent engine may still be expected. False once restarts have ended, or none was ready for a
-        minute since two or more have died in `engine.give_up` seconds."""
+        """Whether an absent engine may be expected. False once restarts have ended, or none was ready for a minute
+        since two or more have died in `engine.give_up` seconds."""
         if self._task is None or self.state is EngineState.READY:
             return True
         give_up = self._settings.give_up
@@ -130,7 +129,7 @@ class Supervisor:
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """Returns once it is ready for the first time; from then on it is kept so."""
+        """Returns once it is ready for the first time."""
         if self._task is not None:
             raise RuntimeError("an engine is started once")
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -142,17 +141,17 @@ class Supervisor:
             await self._task
 
     async def ended(self) -> None:
-        """Never returns while the process is kept ready. Raises what ended that."""
+        """Raises what ended restarts."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def send(self, command: Command) -> None:
-        """Sends to the present process, if there is one: without it the command's effect would be lost too."""
+        """Drops commands where there is no process: their effect would be lost with it."""
         if self._child is not None:
             self._child.send(command)
 
     def kill(self) -> None:
-        """Ends the process without asking. `close`, before or after, then takes no time."""
+        """Kills the process; a `close` before or after need not wait for it."""
         if self._child is not None:
             self._child.kill()
 
@@ -184,7 +183,7 @@ class Supervisor:
         self._listener.on_ended()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """Runs one process from start to end, and returns how it ended."""
+        """Runs one process from start to end; returns how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
         short_of_memory = oom_kills()
         begun, self._begun = self._begun, None
@@ -217,10 +216,10 @@ class Supervisor:
 
     async def _watch(self, child: Child) -> float | None:
         """Waits until the process has closed its socket, or has given no sign of life for the hang timeout: then
-        returns how long. While it loads, processor time counts as life as well, for ten times as long.
+        returns how long. While it loads, processor time counts as life, for ten times as long.
 
         A ready process is pinged at every poll, so that silence does not depend on load. Polls are counted, not
-        seconds, so that an event loop that was itself held up does not mistake that for a hang.
+        seconds, so that an event loop that was itself held up reports no hang.
         """
         interval = self._settings.hang_timeout / _LOOKS
         alive_at = heard_at = time.monotonic()
@@ -247,7 +246,7 @@ class Supervisor:
         return self._ready_at is not None and now - self._ready_at > _STEADY
 
     def _lose(self) -> None:
-        """Reports the loss at once, before the process has quite ended."""
+        """Reports the loss before the process has quite ended."""
         now = time.monotonic()
         if self._steady(now) or not self._deaths:
             self._deaths, self._ill_since = 0, now

@@ -44,20 +44,18 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class OutOfBounds(ValueError):
-    """A constraint exceeds a bound; the text, meant for the caller, names the bound and the place."""
+    """Its text, meant for the caller, names the bound and the place."""
 
 
 @dataclass(slots=True)
 class _Rule:
-    """Depth and references of a grammar's rule or of a schema's definition."""
-
     place: str
     depth: int = 1  # levels of nesting inside the rule itself
     uses: set[str] = field(default_factory=set)
 
 
 def check_grammar(grammar: str) -> None:
-    """Checks llguidance's own JSON, or Lark's notation. Raises OutOfBounds."""
+    """Takes llguidance's own JSON, or Lark's notation. Raises OutOfBounds."""
     if not grammar.lstrip().startswith("{"):
         check_ebnf(grammar)
         return
@@ -74,15 +72,14 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_regex(pattern: str, place: str = "") -> None:
-    """Checks a regex's length, nesting and repetition; `place` is where it stands in a larger text. Raises
-    OutOfBounds."""
+    """`place` is where the regex stands in a larger text. Raises OutOfBounds."""
     if len(pattern) > MOST_REGEX:
         raise OutOfBounds(f"is a regex of more than {MOST_REGEX} characters{place}")
     _Regex(pattern, place).check()
 
 
 def check_ebnf(text: str) -> None:
-    """Checks Lark's notation or GBNF. Raises OutOfBounds."""
+    """Takes Lark's notation or GBNF. Raises OutOfBounds."""
     gbnf = "::=" in text and not re.search(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))", text)
     rules = _rules(text, gbnf)
     if len(rules) > MOST_RULES:
@@ -91,7 +88,7 @@ def check_ebnf(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Checks a parsed JSON schema. Raises OutOfBounds, whose text has a JSON pointer to the place."""
+    """Raises OutOfBounds, whose text has a JSON pointer to the place."""
     pointers: set[str] = set()
     anchors: dict[str, str] = {}
     references: set[str] = set()
@@ -111,8 +108,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of STACK bytes, and reraises its exception. Raises MemoryError where that
-    stack finds no memory."""
+    """Runs `work` in a thread with a stack of STACK bytes; reraises its exception. Raises MemoryError where that finds
+    none."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -140,8 +137,6 @@ def on_own_stack(work: Callable[[], T]) -> T:
 
 
 class _Regex:
-    """Checks a regex in Rust's syntax in one pass."""
-
     def __init__(self, pattern: str, place: str) -> None:
         self._pattern = pattern
         self._place = place
@@ -165,7 +160,7 @@ class _Regex:
             at = self._single(at, sign)
 
     def _single(self, at: int, sign: str) -> int:
-        """Reads one part of the regex; returns the index of the next."""
+        """Reads one part; returns the index of the next."""
         self._repeats = 0
         if sign == "(":
             self._groups.append(0.0)
@@ -193,8 +188,7 @@ class _Regex:
             raise OutOfBounds(f"repeats more than {MOST_REPEATED} characters{self._at(at)}")
 
     def _behind_class(self, at: int) -> int:
-        """Index behind a character class. Classes may be nested; a closing bracket right behind the first opening one
-        is a literal."""
+        """Classes may be nested; a closing bracket right behind the first opening one is a literal."""
         depth, begun, at = 1, at, at + 1
         if self._pattern[at : at + 1] == "^":
             at += 1
@@ -254,8 +248,8 @@ def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
 
 
 def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, int]:
-    """Removes the name that is being defined from `names` and returns it with its offset: the last name that stands
-    first in its line. The names left belong to the rule before."""
+    """Removes from `names` and returns the name being defined: the last that stands first in its line. Those left
+    belong to the rule before."""
     for index in range(len(names) - 1, -1, -1):
         begin = names[index][1]
         line = text.rfind("\n", 0, begin) + 1
@@ -267,8 +261,7 @@ def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, 
 
 
 def _inline(text: str, word: str, at: int) -> int:
-    """Checks the schema of an embedded `%json {…}` or the length of a flat `%regex {…}`, and returns the index behind
-    it or `%lark {…}`."""
+    """Checks an embedded `%json {…}` or `%regex {…}`; returns the index behind it."""
     if word == "%lark":
         return at  # its rules count as this grammar's
     try:
@@ -291,7 +284,7 @@ def _place(text: str, at: int) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
-    """Yields every object and list of the schema with its JSON pointer and depth, outer ones first."""
+    """Yields objects and lists with JSON pointer and depth, outer ones first."""
     todo = [("#", 1, schema)] if isinstance(schema, (dict, list)) else []
     while todo:
         pointer, depth, value = todo.pop()
@@ -315,8 +308,8 @@ def _referred(value: dict[str, Any]) -> list[str]:
 
 
 def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
-    """The whole schema and every place that has an anchor or is referred to, with depths and references. A reference
-    with an unknown target counts as one to each of these places."""
+    """The whole schema and every place that has an anchor or is referred to. A reference with an unknown target counts
+    as one to each of them."""
     targets: dict[str, tuple[str, ...]] = {}
     for reference in references:
         pointer = unquote(reference.rstrip("/")) or "#"

@@ -51,8 +51,6 @@ _LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
 
 @dataclass(slots=True, eq=False)
 class _HeldConstraint:
-    """A sequence's constraint and the last answers of its process."""
-
     number: int  # names the sequence to its process; never reused, so that no answer is taken for another's
     constraint: Constraint
     stops: tuple[int, ...]
@@ -72,7 +70,7 @@ class _HeldConstraint:
 
 
 class Constraints:
-    """Tracks the grammars of the sequences that a runner holds. Belongs to the engine loop's thread."""
+    """Tracks the grammars of a runner's sequences. Belongs to the engine loop's thread."""
 
     def __init__(
         self,
@@ -101,17 +99,16 @@ class Constraints:
     # Called by the loop, outside of steps
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
-        """Starts to compile the grammar and its first mask; `compiled` reports when both are done."""
+        """Starts to compile the grammar and its first mask; see `compiled`."""
         self._begin(key, constraint, stops, forcing, [])
 
     def compiled(self, key: int) -> bool:
-        """Whether the compile is over, so that the sequence can be planned unless `failure` has a reason."""
+        """Whether the compile is over; the sequence can be planned unless it is a `failure`."""
         if self._processes.unloadable and key in self._held:
             self._held[key].failed = ConstraintReason.UNMET
         return self._is_ready(self._held[key])
 
     def failure(self, key: int) -> ConstraintReason | None:
-        """Why the sequence can never run."""
         return self._held[key].failed
 
     @property
@@ -130,18 +127,17 @@ class Constraints:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The fork server's process id; all other processes are its children."""
+        """The fork server, the parent of all other processes."""
         return self._processes.pids if isinstance(self._processes, Processes) else ()
 
     def forget(self, key: int) -> None:
-        """Discards what is held of a sequence, and ends it in its process."""
         held = self._held.pop(key, None)
         if held is not None:
             self._leave(held)
 
     def collect(self) -> None:
-        """Takes in arrived answers, without waiting. About once a second, also discards sequences that were preempted
-        long ago and ends idle processes."""
+        """Takes in arrived answers, without waiting. About once a second, also discards sequences preempted long ago
+        and ends idle processes."""
         if not self._held and not self.kept:
             return
         self._processes.wait(0)
@@ -156,15 +152,15 @@ class Constraints:
     # Called by the scheduler
 
     def ready(self, key: int) -> bool:
-        """Whether a step that chooses the sequence's next token has its mask, or may wait for it briefly because the
-        caller's masks have come in time."""
+        """Whether a step has the mask of the sequence's next token, or may wait briefly for a caller whose masks came
+        in time."""
         held = self._held.get(key)
         return held is None or self._is_ready(held) or self._trusted(held)
 
     # Called by a step
 
     def begin(self, plan: StepPlan) -> None:
-        """Starts a step: parks the grammars of preempted sequences, and begins or resumes those of admitted ones."""
+        """Parks the grammars of preempted sequences, and begins or resumes those of admitted ones."""
         self._followed.clear()
         self._waited = 0.0
         if not plan.released and not plan.admitted:
@@ -186,8 +182,8 @@ class Constraints:
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
-        """One bit for each token that may follow the draft `assumed`, lowest bit of the first byte first. No bit is set
-        where the grammar forbids `assumed` or ends with it, or the mask is late."""
+        """One bit for each token that may follow the draft `assumed`, lowest bit first. None is set where the grammar
+        forbids `assumed` or ends with it, or the mask is late."""
         held = self._held[key]
         before = tuple(assumed)
         if before:
@@ -204,8 +200,8 @@ class Constraints:
             self._ask_ahead(held, tuple(draft))
 
     def stuck(self, key: int) -> RowResult:
-        """Ends a sequence for which no token is left: COMPLETE where its grammar may end here, otherwise STUCK or
-        COSTLY. A late mask does not end it (LATE)."""
+        """Ends a sequence without any token left: COMPLETE where its grammar may end, otherwise STUCK or COSTLY. A late
+        mask does not end it (LATE)."""
         held = self._held[key]
         if held.late:
             held.late = False
@@ -216,8 +212,8 @@ class Constraints:
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
 
     def ended(self, results: dict[int, RowResult], sequences: Iterable[SequenceState]) -> dict[int, RowResult]:
-        """Replaces constrained results without a token by an end, where the mask was late or had no token left. The
-        other results without a token stay: their logits were not numbers."""
+        """Replaces constrained results without a token by an end, where the mask was late or had no token left. Others
+        stay: their logits were not numbers."""
         for one in sequences:
             if one.key not in self._held or results[one.key].token_ids:
                 continue
@@ -226,8 +222,8 @@ class Constraints:
         return results
 
     def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Advances the grammars by the tokens that a step chose, and adds the tokens that they force. Skips rows that
-        were advanced earlier in the same step."""
+        """Advances the grammars by the step's tokens and adds those that they force. Skips rows advanced earlier in the
+        step."""
         if not self._held:
             return results
         going: list[int] = []
@@ -334,7 +330,7 @@ class Constraints:
         self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, answer)
 
     def _unpark(self, which: Callable[[_HeldConstraint], bool]) -> None:
-        """Discards the preempted sequences that `which` selects; their grammars begin anew when they get a slot."""
+        """Discards the selected preempted sequences; their grammars begin anew with a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
@@ -405,7 +401,7 @@ class Constraints:
             self._processes.ask(held.process, Advance(held.number, ids, held.forcing and self._trusted(held)))
 
     def _with_forced(self, held: _HeldConstraint, brought: RowResult) -> RowResult:
-        """The row's result with the tokens that its grammar forces after it, if the process answers in time."""
+        """Adds the tokens that the grammar forces, if the process answers in time."""
         self._awaited(held, lambda: held.followed is not None or held.failed is not None)
         if held.followed is None:
             held.overdue = held.failed is None

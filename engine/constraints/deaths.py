@@ -20,7 +20,6 @@ class Deaths:
         self._counted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # count and time of the last; oldest first
 
     def add(self, name: bytes) -> int:
-        """Counts a death, and returns the count."""
         self._forget()
         count, _ = self._counted.pop(name, (0, 0.0))
         self._counted[name] = count + 1, self._clock()

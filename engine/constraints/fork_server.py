@@ -84,7 +84,6 @@ class _ConstraintForks(ForkServer):
 
 
 def _follow(engine: socket.socket, grammars: Grammars, configure: ConfigureConstraints) -> None:
-    """Executes commands until the engine closes the socket."""
     heap = HeapGauge()
     budget = Budget(of_constraint=configure.of_constraint, of_caller=configure.of_caller)
     following = Following(grammars, budget, heap.used, heap.give_back)

@@ -25,7 +25,7 @@ _DESCRIPTORS = 64
 
 
 class ForkServer(ABC):
-    """Forks processes on a parent's orders, and reports how each one ended."""
+    """Forks processes on a parent's orders, and reports each one's end."""
 
     def __init__(self, parent: socket.socket) -> None:
         self._parent = parent
@@ -38,7 +38,7 @@ class ForkServer(ABC):
 
     @abstractmethod
     def ended(self, key: int, code: int) -> bytes:
-        """Encodes that a process has ended, with its exit code or minus a signal's number."""
+        """`code`: the exit code, or minus a signal's number."""
 
     def run(self) -> None:
         """Serves until the parent closes its socket."""
@@ -57,7 +57,6 @@ class ForkServer(ABC):
                 self.obey(order, descriptors)
 
     def fork(self, key: int, work: Callable[[], None]) -> None:
-        """Starts a process that runs `work` and exits."""
         try:
             pid = os.fork()
         except OSError:
@@ -81,7 +80,7 @@ class ForkServer(ABC):
             os._exit(code)
 
     def kill(self, key: int) -> None:
-        """Kills a process. Its pid is still its own, because `_pids` holds only unreaped processes."""
+        """The pid is still its own, because `_pids` holds only unreaped processes."""
         if key in self._pids:
             os.kill(self._pids[key], signal.SIGKILL)
 
@@ -105,8 +104,8 @@ def die_with_parent() -> None:
 
 
 def confine(memory: int) -> None:
-    """Limits this process to `memory` bytes more than it has and a few open files, forbids it to write to files, and
-    makes it the OOM killer's first choice."""
+    """Limits this process to `memory` bytes more than it has and a few open files, forbids writing to files, and makes
+    it the OOM killer's first choice."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))

@@ -15,7 +15,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class HeapGauge:
-    """Measures the heap, which glibc since 2.33 reports exactly; elsewhere resident memory, which is more."""
+    """Exact by glibc since 2.33; elsewhere resident memory, which is more."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)

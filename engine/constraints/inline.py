@@ -14,7 +14,7 @@ from engine.constraints.processes import ConstraintProcess, ProcessListener
 
 
 class Inline:
-    """Follows the grammars of all callers here. `wait` delivers the answers, as `Processes.wait` does."""
+    """`wait` delivers the answers, as `Processes.wait` does."""
 
     def __init__(self, grammars: Grammars, listener: ProcessListener) -> None:
         self._following = Following(grammars, Budget(), lambda: 0, HeapGauge().give_back)
@@ -51,7 +51,7 @@ class Inline:
             self._listener.on_answer(self._process, self._answers.popleft())
 
     def tidy(self) -> None:
-        """Does nothing, since there is no process that could be idle."""
+        """There is no process that could be idle."""
 
     def leave(self, process: ConstraintProcess, key: int) -> None:
         process.keys.discard(key)

@@ -9,8 +9,7 @@ from engine.ipc.framing import FrameReader
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Begins a sequence, or resumes one after the tokens `ids` of its answer. Compiles a grammar that is not known
-    yet."""
+    """Begins a sequence, or resumes one after the tokens `ids`. Compiles a grammar that is not known yet."""
 
     key: int
     grammar: str
@@ -19,7 +18,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Appends `ids` to the answer; with `force`, also the tokens about which the grammar leaves no choice."""
+    """Appends `ids`; with `force`, also the tokens about which the grammar leaves no choice."""
 
     key: int
     ids: tuple[int, ...]
@@ -27,15 +26,13 @@ class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LookAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Requests the masks after each token of a draft, which is not appended to the answer."""
+    """Requests the masks after each token of a draft, which is not appended."""
 
     key: int
     draft: tuple[int, ...]
 
 
 class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Removes the last `count` tokens from the answer."""
-
     key: int
     count: int
 
@@ -74,8 +71,7 @@ class MaskedAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The sequence has failed. Last answer to any command, or unasked where another sequence's command exceeded a
-    bound."""
+    """Last answer to any command, or unasked where another sequence's command exceeded a bound."""
 
     key: int
     reason: str  # one of `Reason`
@@ -101,14 +97,12 @@ class ConfigureConstraints(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ForkProcess(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Orders a process, whose socket is sent along. Numbers are never reused."""
+    """The process's socket is sent along. Numbers are never reused."""
 
     number: int
 
 
 class KillProcess(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Orders that a process be killed; `ProcessEnded` follows."""
-
     number: int
 
 

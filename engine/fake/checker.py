@@ -20,7 +20,7 @@ FOREIGN = -1  # instead of a digest: what is in this page came from elsewhere, a
 
 
 class BrokenPlan(Exception):
-    """A plan cannot be computed right, or a result does not match its plan."""
+    pass
 
 
 class Computed:
@@ -38,7 +38,7 @@ class Computed:
 
 
 class PlanChecker:
-    """Checks a plan row by row as it is done, then its results. Everything raises BrokenPlan."""
+    """Checks a plan row by row, then its results. Everything raises BrokenPlan."""
 
     def __init__(self, total_pages: int, slots: int) -> None:
         self.full: list[int | None] = [None] * total_pages  # digest of all tokens up to a full page's end
@@ -75,7 +75,6 @@ class PlanChecker:
         return held
 
     def brought(self, row: Row, held: Computed, result: RowResult) -> None:
-        """Adds the results of a row that samples to its sequence."""
         if result.end is RowEnd.LATE:
             self._take_back_one(held)
             return
@@ -88,7 +87,7 @@ class PlanChecker:
             self.write(held, ids[:fed])
 
     def _take_back_one(self, held: Computed) -> None:
-        """Removes the last computed token, because a later step feeds it again."""
+        """A later step feeds this token again."""
         held.count -= 1
         self.full[held.state.pages[held.count // PAGE_SIZE]] = None
         held.written = held.digest = _digest(1, held.state.token_ids[: held.count])
@@ -108,7 +107,7 @@ class PlanChecker:
         return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
-        """Puts these tokens, from the first uncomputed one on, into the sequence's pages."""
+        """Writes on from the first uncomputed token."""
         pages, writers, full = held.state.pages, self._writers, self.full
         position, digest = held.count, held.written
         for token_id in token_ids:
@@ -200,7 +199,7 @@ class PlanChecker:
             raise BrokenPlan("a row samples behind the last token, and only there")
 
     def _adopt(self, row: Row, held: Computed) -> None:
-        """Begins, or goes on, with full pages that others computed, as far as they are what they must be."""
+        """Begins, or goes on, with full pages that others computed, as far as they are right."""
         if held.count % PAGE_SIZE or row.start % PAGE_SIZE:
             return
         state = held.state

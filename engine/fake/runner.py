@@ -36,8 +36,6 @@ _SWITCHES = tuple(one.name for one in dataclasses.fields(ExecutionSwitches) if o
 
 
 class Fault(enum.IntEnum):
-    """Second token of a prompt that causes a fault."""
-
     RAISE = 1  # the step raises
     SICK_ROW = 2  # this row comes back without ids, as for logits that are not finite
     CRASH = 3  # the process dies
@@ -172,7 +170,7 @@ class FakeRunner:
         return RowResult(tuple(drawn), tuple(logprobs), count - 1, count - 1)
 
     def _allowed(self, row: Row, held: Computed) -> RowResult:
-        """One id that the sequence's constraint allows, and those that it then forces."""
+        """One allowed id, and those that the constraint then forces."""
         mask, vocabulary = int.from_bytes(self._constraints.mask(row.key), "little"), self._info.vocab_size
         allowed = [token_id for token_id in range(vocabulary) if mask >> token_id & 1]
         if not allowed:
@@ -185,7 +183,6 @@ class FakeRunner:
         return self._constraints.follow((row,), {row.key: chosen})[row.key]
 
     def _choose(self, state: SequenceState, index: int, bits: int) -> int:
-        """The id at position `index` of the output."""
         stops = state.stopping.stop_token_ids
         place = bits % len(self._ids)
         if not stops:

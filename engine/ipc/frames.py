@@ -17,8 +17,8 @@ FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 
 
 class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First frame to the engine: what to load, and the folders of made code that its environment names, which may
-    differ from those at its start."""
+    """First frame: what to load, and the folders of made code that the engine's environment names, which may differ
+    from those at its start."""
 
     settings: EngineSettings
     folders: dict[str, str] = {}
@@ -29,10 +29,8 @@ def configure(settings: EngineSettings) -> ConfigureEngine:
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Submits a sequence. Keys are never reused in the life of a process.
-
-    A step that begins with at least solo[0] and fewer than solo[1] tokens of output is run for it alone.
-    """
+    """Keys are never reused in the life of a process. A step that begins with at least solo[0] and fewer than solo[1]
+    tokens of output is run for it alone."""
 
     key: int
     request: GenerationRequest
@@ -40,8 +38,6 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Cancels a sequence that has no reader any more. No answer."""
-
     key: int
 
 
@@ -54,7 +50,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Turns an optimisation on or off. `Switched` with the same ticket answers."""
+    """`Switched` with the same ticket answers."""
 
     ticket: int
     name: str
@@ -66,18 +62,18 @@ class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
 
 
 class PingEngine(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Asks for `Pong`, which is sent once all earlier frames have been obeyed."""
+    """Asks for `Pong`, sent once all earlier frames have been obeyed."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Samples the stacks of this process for `seconds` at most. No answer."""
+    """Samples stacks for `seconds` at most. No answer."""
 
     ticket: int
     seconds: float
 
 
 class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Ends sampling. `Profiled` with the same ticket answers."""
+    """`Profiled` with the same ticket answers."""
 
     ticket: int
 
@@ -100,10 +96,7 @@ class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Carries the events of a step, and occasionally the load.
-
-    Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`.
-    """
+    """Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`."""
 
     events: list[Event]
     load: EngineLoad | None
@@ -112,8 +105,6 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The switch is in force, or why not."""
-
     ticket: int
     refusal: str | None
     steps: int = 0  # that were done before
@@ -124,11 +115,11 @@ class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Proves that the loop runs. Nothing else sends it, so that a step that never ends gives no such proof."""
+    """Nothing else sends it, so that a step that never ends gives no sign of life."""
 
 
 class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Carries a profile in the form of `engine.stacks`."""
+    """The profile's form is `engine.stacks`."""
 
     ticket: int
     stacks: str

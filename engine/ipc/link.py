@@ -22,11 +22,11 @@ class EngineLink:
         self._poll.register(sock, select.POLLIN)
 
     def send(self, report: Report) -> None:
-        """Returns once the kernel has it. OSError where the front has gone."""
+        """Blocks until the kernel has it. OSError where the front has gone."""
         self._socket.sendall(encode(report))
 
     def receive(self, timeout: float | None) -> list[Command]:
-        """Takes arrived commands; waits `timeout` seconds for one, None forever. EOFError where the front has gone."""
+        """Waits `timeout` seconds for a command, None forever. EOFError where the front has gone."""
         if timeout != 0 and not self._poll.poll(None if timeout is None else max(1, round(timeout * 1000))):
             return []
         try:

@@ -29,21 +29,19 @@ class StepMark:
 
     @staticmethod
     def create() -> int:
-        """A descriptor of fresh memory for one engine process."""
         fd = os.memfd_create("step-mark")
         os.ftruncate(fd, _SIZE)
         return fd
 
     def holder(self, slot: int) -> int:
-        """The key that holds a slot, or 0."""
         return self._words[1 + slot]
 
     def hold(self, slot: int, key: int) -> None:
-        """Records the holder of a slot; 0 for none."""
+        """Key 0 stands for none."""
         self._words[1 + slot] = key
 
     def begin(self, only: int | None) -> None:
-        """Marks the beginning of a step for `only` this sequence or for all that hold slots."""
+        """Begins a step for `only` this sequence or for all that hold slots."""
         self._words[0] = _SEVERAL if only is None else only
 
     def end(self) -> None:

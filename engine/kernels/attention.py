@@ -31,7 +31,6 @@ class Heads:
 
     @property
     def rows(self) -> int:
-        """Width of queries, keys and values together."""
         return (self.queries + 2 * self.keys) * self.dim
 
     @property
@@ -47,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Partial results of the blocks of one row and head, which the last block merges; shared by all layers."""
+    """Partial results of a row's and head's blocks, which the last block merges; shared by all layers."""
 
     out: torch.Tensor  # int64 [batch, splits, heads, dim]: a launch's number and a float32
     sums: torch.Tensor  # int64 [batch, splits, heads, 2]: the same of maximum and sum
@@ -64,7 +63,7 @@ class SplitScratch:
 
 @dataclass(frozen=True, slots=True)
 class RowPages:
-    """Where each row stands and which pages it holds; changed by the host and by `advance` alone."""
+    """Changed by the host and by `advance` alone."""
 
     position: torch.Tensor  # int32 [batch]: of the token being fed; -1 is an idle row
     pages: torch.Tensor  # int32 [batch, most pages of a row]; of rows that share a sequence, one line
@@ -81,8 +80,6 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """Rotation of the heads: cosines, then sines negated in the first half, float32 [positions, 2, dim]."""
-
     angles: torch.Tensor
     eps: float  # of the head norms
 
@@ -98,7 +95,7 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
 
 
 def most_splits(tokens: int) -> int:
-    """The most parts into which the kernel splits a context of up to `tokens` tokens."""
+    """The most parts of a context of up to `tokens` tokens."""
     pages = -(-tokens // PAGE)
     return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 

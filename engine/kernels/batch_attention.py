@@ -42,8 +42,6 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks (one a multiprocessor) and their warps."""
-
     blocks: int
     warps: int
     stages: int = _STAGES
@@ -70,7 +68,7 @@ def grid(heads: Heads, gpu: GpuShape) -> Grid:
 
 
 def stage_bytes(heads: Heads, each: int) -> int:
-    """Bytes of a page's keys and values of one head."""
+    """Size of a page's keys and values of one head."""
     return 2 * PAGE * heads.dim * each
 
 

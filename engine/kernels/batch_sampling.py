@@ -24,8 +24,6 @@ _SHARE = 4096  # tokens of a block of `fill`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """Addresses and contents of a new row's own tables."""
-
     bias: torch.Tensor | None  # float32 [vocabulary], to be written
     marks: torch.Tensor | None  # int32 [vocabulary], likewise: seen, barred, times generated; counted on by `sample`
     given: Sequence[int] = ()  # ids of the prompt
@@ -35,12 +33,11 @@ class Tables:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of biases and marks; 0 where there are none."""
+        """Biases and marks; 0 where there are none."""
         bias, marks = (0 if one is None else one.data_ptr() for one in (self.bias, self.marks))
         return bias, marks
 
     def words(self) -> list[int]:
-        """The words that `fill` reads."""
         ids = [token for token, _ in self.biases]
         values = [value for _, value in self.biases]
         return [

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """A source does not compile here; the text names it and has the compiler's message."""
+    """Its text names the source and has the compiler's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def source_text(name: str) -> str:
 
 
 def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
-    """Reads a kernel's parameters from its source. Raises BuildError for an unknown entry."""
+    """Raises BuildError for an unknown entry."""
     found = re.search(r'extern "C" __global__ [^;{]*?\b' + entry + r"\(([^)]*)\)\s*\{", source)
     if found is None:
         raise BuildError(f"no kernel {entry} in its source")
@@ -108,7 +108,7 @@ def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
 
 
 def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Compiles with NVRTC, which needs no GPU; to PTX where `arch` is a virtual one. Raises BuildError."""
+    """NVRTC needs no GPU; makes PTX where `arch` is a virtual one. Raises BuildError."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -126,7 +126,6 @@ def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch:
 
 
 def compiler_version() -> str:
-    """NVRTC's version: an update compiles anew."""
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -142,21 +141,18 @@ def default_cache() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Holds machine code compiled ahead, below the setting `prebuilt-dir`; only read."""
+    """Read only, below the setting `prebuilt-dir`."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "kernels" if named else None
 
 
 def packaged_folder() -> Path | None:
-    """Where the wheel of kernels compiled ahead has them, if it is installed."""
     found = find_spec(_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).parent / "kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class CubinCache:
-    """Machine code, one file for each hash."""
-
     folder: Path
     compiler: str  # name and version
     compile: CompileFunction
@@ -164,7 +160,7 @@ class CubinCache:
     _missed: Event = field(default_factory=Event)  # a missing file was already reported
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-        """Compiles a source once, then reads its cubin. Raises BuildError."""
+        """Compiles a source once, then reads it. Raises BuildError."""
         source = source_text(name)
         listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
         digest = hashlib.sha256("\0".join((_FORM, self.compiler, arch, listed, source)).encode()).hexdigest()
@@ -183,7 +179,7 @@ class CubinCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """None for a file that is missing, not readable for us, or damaged."""
+    """None for a missing, unreadable or damaged file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -197,12 +193,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def is_virtual(arch: str) -> bool:
-    """Whether the driver translates the code when it is loaded."""
     return arch.startswith("compute_")
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a GPU's architecture; 9.0 alone has instructions that its successors lack."""
+    """NVRTC's name; only 9.0 has instructions that its successors lack."""
     major, minor = capability
     return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
 
@@ -212,12 +207,11 @@ class Kernels(Protocol):
     def gpu(self) -> GpuShape: ...
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """Compiles the kernel `entry` of `name`.cu with `defines`, launchable with `shared` bytes of dynamic shared
-        memory. Raises BuildError."""
+        """The kernel may be launched with `shared` bytes of dynamic shared memory. Raises BuildError."""
 
 
 class WantedKernels:
-    """Records requested kernels. Those it returns have the real parameters and cannot run."""
+    """Records requested kernels; those it returns have the real parameters and cannot run."""
 
     def __init__(self, gpu: GpuShape) -> None:
         self.gpu = gpu
@@ -259,7 +253,7 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Waits for a source that is compiled ahead, else compiles it here. Raises BuildError, which names it."""
+        """Waits for a source compiled ahead, else compiles it here. Raises BuildError, which names it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()
@@ -267,7 +261,7 @@ class KernelLibrary:
         return self._compile(source)
 
     def close(self) -> None:
-        """Ends compilation ahead: later requests compile on demand."""
+        """Later requests compile on demand."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._codes = {source: code for source, code in self._codes.items() if not code.cancelled()}
 
@@ -296,7 +290,7 @@ class KernelLibrary:
 
 
 def why_no_gpu(device: torch.device) -> str | None:
-    """Why our kernels do not run on a device, or None; None too where a model is shapes alone."""
+    """None too where a model is shapes alone."""
     if device.type == "meta":
         return None
     if device.type != "cuda":
@@ -313,8 +307,7 @@ def _too_old(capability: tuple[int, int]) -> str | None:
 
 
 def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
-    """Opens the library of the current GPU, or of another architecture that it can run. Raises BuildError where nothing
-    can compile."""
+    """Raises BuildError where nothing can compile."""
     objection = _too_old(capability)
     if objection is not None:
         raise BuildError(objection)

@@ -43,7 +43,6 @@ def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> GatedDivision
 
 
 def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> GatedDivision:
-    """Divides a product into tiles of `tile` rows."""
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS - _RESULTS) // _stage_bytes(tile))
     clusters = gpu.multiprocessors // _PEERS
     room = _waves(tile, tokens, half, gpu) * clusters * _PEERS * _TOKENS * tile

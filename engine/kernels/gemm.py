@@ -72,7 +72,7 @@ def stage_bytes(matrix: MatrixShape, how: GemmDivision) -> int:
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> GemmDivision:
-    """Chooses the division whose blocks, wave by wave, cost least."""
+    """Chooses the blocks that, wave by wave, cost least."""
     return _divide(matrix.shape, tokens, gpu, most_slices)
 
 
@@ -98,8 +98,7 @@ def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDi
 
 
 def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
-    """Cost in stages, or in µs for the wide kernel. Sums of several slices are wider, and the kernel that adds them
-    reads them again."""
+    """In stages, or in µs for the wide kernel. Sums of several slices are wider, and are read again to be added."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
@@ -112,13 +111,12 @@ def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) ->
 
 
 def order(matrix: Matrix, how: GemmDivision) -> Format:
-    """The layout in which a product wants its tokens' columns: a format's own, or plain, for which BF16 stands."""
+    """The order of a product's tokens' columns: a format's own, or plain, for which BF16 stands."""
     return matrix.format if how.wide else Format.BF16
 
 
 def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """Lays x [tokens, columns] out as `order.cuh` defines, under the same shape; returns x itself where that is
-    plain."""
+    """Lays x [tokens, columns] out as `order.cuh` defines; returns x itself where that is plain."""
     if form is Format.BF16:
         return x
     tokens = x.shape[0]

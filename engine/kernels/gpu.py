@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Numbers of a GPU on which kernels' definitions and grids depend."""
+    """Numbers on which kernels' definitions and grids depend."""
 
     multiprocessors: int
     shared: int  # bytes of shared memory that a block may ask for
@@ -47,7 +47,7 @@ SERVERS: Mapping[tuple[int, int], tuple[tuple[int, ...], int]] = MappingProxyTyp
 
 
 def gpus_of(arch: str) -> tuple[tuple[tuple[int, int], GpuShape], ...]:
-    """Shapes of an architecture such as sm_90, with compute capabilities. Raises ValueError for others."""
+    """Shapes by capability of an architecture such as sm_90. Raises ValueError for others."""
     for capability, (counts, shared) in SERVERS.items():
         if arch == f"sm_{capability[0]}{capability[1]}":
             return tuple((capability, gpu_of(capability, count, shared)) for count in counts)

@@ -14,8 +14,7 @@ from engine.kernels.build import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """A matrix that the copy engine reads in boxes of `rows` by `columns`; those of an operand are permuted as `wgmma`
-    reads them."""
+    """A matrix that the copy engine reads in boxes of `rows` by `columns`, permuted for `wgmma` where an operand."""
 
     matrix: torch.Tensor
     rows: int
@@ -51,7 +50,7 @@ class Trigger(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Blocks, threads of a block, and bytes of its dynamic shared memory."""
+    """Threads and bytes of dynamic shared memory are a block's."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -60,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel of a chain. Holds the tensors that its arguments point into."""
+    """Holds the tensors that its arguments point into."""
 
     kernel: Kernel
     shape: Shape
@@ -74,7 +73,7 @@ class Launch:
         object.__setattr__(self, "arguments", self.kernel.arguments(self.values))
 
     def alone(self) -> Launch:
-        """The same launch, starting only when its predecessor has ended."""
+        """Starts only when its predecessor has ended."""
         return replace(self, dependent=False)
 
     def with_trigger(self, trigger: Trigger) -> Launch:
@@ -98,11 +97,11 @@ def _plain(value: Argument) -> Any:
 
 class Enqueues(Protocol):
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """Runs launches in order; each sees what those before it wrote."""
+        """Each launch sees what those before it wrote."""
 
 
 class Unlaunched:
-    """Stands in for tensors without memory, whose steps are prepared and never run."""
+    """Stands in where tensors have no memory: steps are prepared and never run."""
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
         pass
@@ -113,7 +112,7 @@ def launcher_of(device: torch.device) -> Enqueues:
 
 
 class Launcher:
-    """Enqueues launches on torch's current stream, whether it is capturing or not."""
+    """Uses torch's current stream, whether it is capturing or not."""
 
     def __init__(self) -> None:
         from cuda.core import Device, LaunchConfig, launch
@@ -138,8 +137,6 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class _TorchStream:
-    """Torch's stream under the protocol that cuda.core reads."""
-
     stream: torch.cuda.Stream
 
     def __cuda_stream__(self) -> tuple[int, int]:

@@ -59,7 +59,6 @@ class Division:
 
 
 def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, slices: int) -> Division:
-    """Divides into blocks of `tile` rows, with as many stages as there is room for."""
     block = _ceil(_ceil(tokens, _ceil(tokens, MOST_BLOCK_TOKENS)), 8 * peers) * 8 * peers
     most = (gpu.shared - _BARRIERS) // ((_ceil(block, 64) * 64 + tile) * _ROW_BYTES)
     return Division(block, tile, peers, slices, min(_MOST_STAGES, _stages(columns, slices), most))
@@ -84,7 +83,7 @@ def _cost(how: Division, tokens: int, rows: int, columns: int) -> float:
 
 
 def _held(peers: int, gpu: GpuShape) -> int:
-    """Blocks that the GPU has room for: clusters of four do not fill its groups of multiprocessors evenly."""
+    """Clusters of four do not fill the GPU's groups of multiprocessors evenly."""
     return gpu.multiprocessors if peers == 2 else gpu.multiprocessors * 7 // 8
 
 

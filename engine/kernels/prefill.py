@@ -93,14 +93,12 @@ def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Inputs of a layer's attention for these tokens."""
-
     residual: torch.Tensor  # float32 [tokens, hidden]
     queries: torch.Tensor  # bfloat16 [tokens, heads, dim]
 
 
 def keep_ends(library: Kernels, chunks: torch.Tensor, all_tokens: Carried, kept: Carried) -> Launch:
-    """Copies the last token of each chunk to `kept`, except for chunks without tokens. chunks: as `Chunks.table`."""
+    """Copies each chunk's last token to `kept`, except for chunks without tokens. chunks: as `Chunks.table`."""
     most, columns = kept.residual.shape
     values: dict[str, Argument] = {
         "chunks": chunks,
@@ -126,8 +124,6 @@ def gate(library: Kernels, product: ProductParts, out: torch.Tensor, order: Form
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Each token's position and pages."""
-
     positions: torch.Tensor  # int32 [tokens]; -1: no token
     pages: torch.Tensor  # int32 [rows, most pages of a row]
     rows: torch.Tensor | None = None  # int32 [tokens]: into `pages`; None: token m has row m
@@ -142,8 +138,7 @@ def row_heads(
     product: ProductParts,
     queries: torch.Tensor,
 ) -> Launch:
-    """Makes queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and writes keys and values to their
-    pages."""
+    """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows]; writes keys and values to their pages."""
     tokens = queries.shape[0]
     values: dict[str, Argument] = {
         "query_gain": layer.query_gain,
@@ -179,15 +174,13 @@ def head_defines(layout: Heads) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of several sequences in one pass, at fixed addresses."""
-
     table: torch.Tensor  # int32 [chunks, 4]: first token in the pass, count, position of the first, row of `pages`
     pages: torch.Tensor  # int32 [rows, most pages of a row]
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Partial results of the blocks that share a long context, which the last one merges; shared by all layers and
+    """Partial results of blocks that share a long context, which the last one merges; shared by all layers and
     sizes."""
 
     out: torch.Tensor  # float32, for each split [tokens, heads, dim]
@@ -226,7 +219,6 @@ def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -
 def splits_of(
     layout: Heads, sizes: Iterable[int], device: torch.device, chunks: int = 1, gpu: GpuShape | None = None
 ) -> Splits:
-    """Allocates for passes of these sizes, of one chunk or of up to `chunks`."""
     gpu = gpu or gpu_shape(device)
     grids = [(size, attention_grid(layout, size, gpu, most)) for size in sizes for most in (1, chunks)]
     rows = max(size * grid.splits for size, grid in grids) * layout.queries

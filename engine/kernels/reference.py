@@ -69,7 +69,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wind
 
 
 def paged(pool: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Gathers the first tokens of a row [tokens, kv_heads, dim] from a pool [pages, kv_heads, 16, dim]."""
+    """Gathers a row's first tokens [tokens, kv_heads, dim] from a pool [pages, kv_heads, 16, dim]."""
     held = pool[pages[: -(-tokens // PAGE)].long()]
     return held.transpose(1, 2).flatten(0, 1)[:tokens]
 
@@ -110,8 +110,8 @@ def plan_rows(
 def choose(
     logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """argmax of each row's logit (temperature 0) or of logit / temperature + noise. `positions`: where the chosen
-    tokens will stand."""
+    """argmax of logit (temperature 0) or of logit / temperature + noise. `positions`: where the chosen tokens will
+    stand."""
     ids = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
     noisy = logits.double() / temperature.double().clamp(min=1e-30).unsqueeze(1) + gumbel(keys, positions, ids)
     return torch.where(temperature.unsqueeze(1) > 0, noisy, logits.double()).argmax(-1)
@@ -135,8 +135,7 @@ def may_win(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 def adjusted(
     logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
 ) -> torch.Tensor:
-    """One row's logits [vocabulary] after bias, penalties and barred tokens. `position`: where the chosen token will
-    stand."""
+    """One row's logits [vocabulary] after bias, penalties and barred tokens. `position`: of the chosen token."""
     found = logits + bias if row.biased else logits
     if not row.marked:
         return found
@@ -149,8 +148,7 @@ def adjusted(
 
 
 def kept(heat: torch.Tensor, row: SampledRow) -> torch.Tensor:
-    """Tokens that top_k, top_p and min_p keep, by log-weight [vocabulary]: all that are as likely as the last one that
-    must stay."""
+    """All tokens, by log-weight [vocabulary], as likely as the last that top_k, top_p and min_p must keep."""
     ordered = heat.sort(descending=True).values
     ordered = ordered[: row.top_k] if row.top_k > 0 else ordered
     if row.top_p < 1:

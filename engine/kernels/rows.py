@@ -24,7 +24,7 @@ _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """State of all rows. A step advances the first of them."""
+    """A step advances the first rows."""
 
     token: torch.Tensor  # int32 [rows]: fed by the next step
     position: torch.Tensor  # int32 [rows]: of that token; -1 is an idle row
@@ -39,7 +39,6 @@ class RowStates:
     best: torch.Tensor  # int64 [rows], zero between steps
 
     def first(self, rows: int) -> RowStates:
-        """The same memory for fewer rows."""
         return RowStates(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
 
@@ -57,7 +56,6 @@ class Entering:
     pages: Sequence[int] = ()
 
     def words(self) -> list[int]:
-        """The words that `change` reads."""
         return [
             ENTER,
             self.index,
@@ -76,7 +74,7 @@ class Entering:
 
 
 def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
-    """Changes as `change` reads them: where each begins, then all of them."""
+    """Where each change begins, then all of them."""
     offsets, at = [], len(told)
     for one in told:
         offsets.append(at)
@@ -91,8 +89,6 @@ class Report:
 
 
 def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
-    """State of idle rows of at most `pages` pages each."""
-
     def integers(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(size, value, dtype=dtype, device=device)
 
@@ -132,7 +128,7 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
 
 
 def times(launch: Launch, changes: int) -> Launch:
-    """Repeats `change` for several changes, each of another row."""
+    """Repeats `change` for changes of different rows."""
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 
@@ -155,7 +151,7 @@ def pick(library: Kernels, logits: ProductParts, states: RowStates) -> Launch:
 
 
 def finish(library: Kernels, states: RowStates, report: Report) -> Launch:
-    """Takes the chosen tokens over into the state and reports them."""
+    """Moves the chosen tokens into the state and reports them."""
     values: dict[str, Argument] = {
         "best": states.best,
         "token": states.token,

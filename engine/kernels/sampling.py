@@ -31,8 +31,6 @@ _BOUNDS = 256  # multiprocessors, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
-    """Parameters of a row that the head cannot serve."""
-
     temperature: float  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
@@ -46,17 +44,17 @@ class SampledRow:
     marked: bool = False  # whether it has penalties or barred tokens
 
     def within_top(self, most: int) -> bool:
-        """Whether the row draws from at most `most` tokens and needs no more than the model's logits of them."""
+        """Whether the row needs no more than the model's logits of its `most` likeliest tokens."""
         return self.temperature > 0 and 0 < self.top_k <= most and not (self.biased or self.marked)
 
     @property
     def heat(self) -> float:
-        """The temperature as a divisor; 0 is greedy."""
+        """The divisor; 0 is greedy."""
         return max(self.temperature, COLDEST) if self.temperature > 0 else 0.0
 
     @property
     def floor(self) -> float:
-        """The least log-weight that min_p keeps, in float32."""
+        """The least log-weight that min_p keeps."""
         return float(torch.tensor(self.min_p, dtype=torch.float32).log())
 
     def packed(self, bias: int = 0, marks: int = 0) -> bytes:
@@ -81,7 +79,7 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """State of a batch's rows at fixed addresses. The host sets rows, heat, bias and marks between launches."""
+    """State at fixed addresses. The host sets rows, heat, bias and marks between launches."""
 
     rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
     heat: torch.Tensor  # float32 [batch]: the temperature that the head draws with
@@ -100,11 +98,10 @@ class Sampling:
     launches: torch.Tensor  # int32 [batch]; the first counts those launches
 
     def first(self, batch: int) -> Sampling:
-        """The same memory for fewer rows."""
         return Sampling(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
     def place(self, at: int, row: SampledRow) -> None:
-        """Gives a row to a new owner, whose bias or marks, if any, are set separately."""
+        """Bias or marks of the new owner are set separately."""
         self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
         self.heat[at].zero_()  # the head's draw would not count
 
@@ -113,14 +110,14 @@ class Sampling:
         self.heat[at].fill_(temperature)
 
     def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
-        """Sets the bias of the tokens named and clears all others."""
+        """Clears the bias of all other tokens."""
         write_bias(self.bias[at], biases)
 
     def set_marks(self, at: int, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
         write_marks(self.marks[at], prompt, output, barred)
 
     def rehearse(self) -> None:
-        """Runs a change of owner once: torch loads a kernel at its first use, which takes milliseconds."""
+        """Changes an owner once: torch loads a kernel at its first use, which takes milliseconds."""
         self.set_bias(0, ((0, 0.0),))
         self.set_marks(0, (0,), (0,), (0,))
         self.place(0, SampledRow(temperature=1.0, top_k=1))
@@ -136,7 +133,6 @@ def write_bias(table: torch.Tensor, biases: Iterable[tuple[int, float]]) -> None
 
 
 def write_marks(table: torch.Tensor, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
-    """Marks in table [vocabulary] the tokens of prompt and output so far, and those barred now."""
     given, made, never = (torch.tensor(ids, dtype=torch.int64, device=table.device) for ids in (prompt, output, barred))
     table.zero_().index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
     for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
@@ -144,12 +140,11 @@ def write_marks(table: torch.Tensor, prompt: Sequence[int], output: Sequence[int
 
 
 def blocks(vocabulary: int) -> int:
-    """Blocks that share a row."""
     return -(-vocabulary // (_THREADS * _EACH))
 
 
 def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
-    """State of rows that the head alone chooses."""
+    """The head alone chooses for these rows."""
 
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
@@ -174,8 +169,8 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
 
 
 def most_top(multiprocessors: int) -> int:
-    """The top-k up to which `two_pass_top` gains: one token for each of that many blocks, 1.5 a block on average.
-    Nearer to all blocks the bound falls and the second pass grows without an end."""
+    """The top-k up to which `two_pass_top` gains: 1.5 tokens a block on average. Nearer to a token for each block the
+    bound falls and the second pass grows without an end."""
     return multiprocessors * 10 // 13
 
 

@@ -22,8 +22,6 @@ _THREADS, _DRAFT_THREADS = 1024, 256
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """State of the sequences that verifying steps advance."""
-
     newest: torch.Tensor  # int32 [sequences]: position of the newest token, which is fed next; -1: none, or at its end
     held: torch.Tensor  # int32 [sequences]: tokens that its pages have room for
     last_position: torch.Tensor  # int32 [sequences]: a token placed there is the last
@@ -36,13 +34,11 @@ class Verified:
 
     @property
     def laid(self) -> int:
-        """Rows that are laid out for each sequence."""
+        """Rows laid out for each sequence."""
         return self.token.shape[0] // self.newest.shape[0]
 
 
 def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device) -> Verified:
-    """State of sequences, all of them free."""
-
     def integers(*size: int, value: int = 0) -> torch.Tensor:
         return torch.full(size, value, dtype=torch.int32, device=device)
 
@@ -60,7 +56,7 @@ def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: tor
 
 
 def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, group: int) -> Launch:
-    """Takes the tokens chosen for `group` rows a sequence over into the state, as far as the next row was fed them."""
+    """Moves the tokens chosen for `group` rows a sequence into the state, as far as the next row was fed them."""
     sequences = state.newest.shape[0]
     values: dict[str, Argument] = {
         "best": choice.best,
@@ -82,7 +78,7 @@ def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, 
 
 
 def lookup(library: Kernels, state: Verified, places: RowPages, first: FirstNorm) -> Launch:
-    """Drafts for each sequence what followed an earlier occurrence of its last few tokens, and lays it out."""
+    """Drafts what followed an earlier occurrence of a sequence's last few tokens."""
     return _propose(library, "lookup", state, places, first, {})
 
 
@@ -95,7 +91,6 @@ class Future:
 
 
 def replay(library: Kernels, state: Verified, places: RowPages, first: FirstNorm, future: Future) -> Launch:
-    """Drafts as `lookup`, from the future."""
     return _propose(
         library, "replay", state, places, first, {"future": future.ids, "chance": round(future.chance * (1 << 24))}
     )
@@ -128,14 +123,14 @@ class Guessing:
 
 
 def follow(library: Kernels, state: Verified, own: Guessing) -> Launch:
-    """Lays out the two newest tokens of each sequence for the draft model's first step."""
+    """Lays out each sequence's two newest tokens for the draft model's first step."""
     kernel = library.kernel("draft", "follow", _draft_defines(state, own))
     values = _stand(state) | _history(state) | _draft_values(own)
     return prepare(kernel, Shape((2 * state.newest.shape[0], 1, 1), _DRAFT_THREADS), values)
 
 
 def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: int) -> Launch:
-    """Takes guess `number` over from a step of `rows` rows a sequence, and lays it out for the next step."""
+    """Takes guess `number` from a step of `rows` rows a sequence, and lays it out for the next."""
     kernel = library.kernel("draft", "guess", _draft_defines(state, own))
     more: dict[str, Argument] = {"guesses": own.guesses, "rows": rows, "number": number}
     return prepare(
@@ -146,7 +141,7 @@ def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: i
 def drafted(
     library: Kernels, state: Verified, places: RowPages, first: FirstNorm, own: Guessing, rows: int, count: int
 ) -> Launch:
-    """Drafts as `lookup`, from `count` guesses; a step of `rows` rows a sequence made the last, not yet taken over."""
+    """Drafts `count` guesses; a step of `rows` rows a sequence made the last, not yet taken over."""
     more: dict[str, Argument] = {"best": own.choice.best, "guesses": own.guesses, "rows": rows, "count": count}
     return _propose(library, "drafted", state, places, first, more)
 

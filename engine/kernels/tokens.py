@@ -69,19 +69,19 @@ class TwoPasses:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that the passes use one after the other."""
+        """Shared memory that both passes use in turn."""
         return max(
             tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling),
             self.plain_ring * tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth),
         )
 
     def shared_bytes(self, batch: int) -> int:
-        """Dynamic shared memory of a block: the ring, and an upper bound of each of its rows."""
+        """Dynamic shared memory: the ring, and an upper bound of each row."""
         return self.ring_bytes + batch * self.coarse_tiling.block_tiles * 8 * 4
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid: no more than the GPU has multiprocessors."""
+        """No more than the GPU has multiprocessors."""
         return tiling.blocks(self.coarse.matrix, self.coarse_tiling)
 
     @property
@@ -108,7 +108,7 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
 def two_pass_launch(
     library: Kernels, name: str, x: Normed, both: TwoPasses, values: dict[str, Argument], **more: int
 ) -> Launch:
-    """Launches a head in two passes; `more`: further definitions."""
+    """`more`: further definitions of the kernel."""
     first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
     if first.warps != second.warps:
         raise ValueError(f"passes of {first.warps} and {second.warps} warps")
@@ -135,7 +135,7 @@ class FirstNorm:
 
 
 def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
-    """Takes the chosen tokens over into the state, reports them and embeds them."""
+    """Moves the chosen tokens into the state, reports and embeds them."""
     values: dict[str, Argument] = {
         "best": choice.best,
         "assured": choice.assured,
@@ -162,8 +162,6 @@ def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNo
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Tokens of prompts that have passed the last layer."""
-
     residual: torch.Tensor  # float32 [tokens, hidden]
     place: torch.Tensor  # int32; its first is how many count
 
@@ -176,7 +174,6 @@ def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Laun
 
 
 def embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
-    """Arguments that locate a layout's input and output."""
     return {"table": first.table, "gain": first.gain, **_stream(first.target)}
 
 

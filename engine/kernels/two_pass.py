@@ -44,7 +44,7 @@ class CoarseCopy:
 
 
 def why_not(head: Matrix) -> str | None:
-    """Why two passes would gain nothing over one, or None."""
+    """Why two passes would gain nothing over one."""
     if head.format is not Format.BF16:
         return f"the head is {head.format.name.lower()} already: a copy in eight bits would be no smaller"
     if head.columns % _SPAN:
@@ -63,13 +63,12 @@ def copy_bytes(head: Matrix) -> int:
 
 
 def gamma(columns: int, warps: int) -> float:
-    """γ of the module's text."""
     return (-(-columns // (32 * warps)) + 1) * 18 * 2.0**-22 + 2.0**-19
 
 
 def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
     """Copies a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number has no
-    bound, so it is always multiplied again."""
+    bound: it is always multiplied again."""
     rows, columns, device = head.rows, head.columns, head.data.device
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)

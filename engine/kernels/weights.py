@@ -34,8 +34,6 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """Properties of a matrix that decide how a product is done."""
-
     format: Format
     rows: int
     columns: int
@@ -79,7 +77,7 @@ def why_not(weight: Dense | Int4Groups | Int8Rows) -> str | None:
 
 
 def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
-    """Lays the weight out as the kernels read it. Raises ValueError where `why_not` objects."""
+    """Raises ValueError where `why_not` objects."""
     objection = why_not(weight)
     if objection is not None:
         raise ValueError(objection)
@@ -93,8 +91,8 @@ def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
 
 def pack_int4(weight: Int4Groups) -> Matrix:
     """Packs eight rows and 128 columns into 32 lanes × 4 words; word j of lane 4g + t has columns 32j + 8t + (0…7) of
-    row g, even ones in its lower half, odd ones in its upper, four bits each. A scale word is the float16 scale below
-    and the bf16 of -(128 + zero) above."""
+    row g, even ones in its lower half, odd ones in its upper. A scale word is the float16 scale below and the bf16 of
+    -(128 + zero) above."""
     rows, columns = weight.shape
     device = weight.packed.device
     data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=device)
@@ -136,7 +134,6 @@ def dequantize(matrix: Matrix, first: int, last: int, dtype: torch.dtype) -> tor
 
 
 def _dequantize_int4(matrix: Matrix, first: int, last: int) -> torch.Tensor:
-    """Tiles first to last, float32."""
     if matrix.scales is None:
         raise ValueError("an int4 matrix without scales")
     units, groups = matrix.columns // INT4_SPAN, matrix.columns // matrix.group

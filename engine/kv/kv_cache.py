@@ -20,7 +20,6 @@ _E4M3, _MOST = torch.float8_e4m3fn, 448.0
 
 
 def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
-    """Type of stored keys and values, where arithmetic is in `computed`."""
     return _E4M3 if choice == "fp8" else computed
 
 
@@ -40,12 +39,11 @@ class KvShape:
     head_dim: int
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one page over all layers."""
         return 2 * self.layers * self.kv_heads * PAGE_SIZE * self.head_dim * dtype.itemsize
 
 
 class KvCache:
-    """Stores keys and values. The scheduler decides which sequence owns which page."""
+    """The scheduler decides which sequence owns which page."""
 
     def __init__(
         self,
@@ -96,8 +94,8 @@ class KvCache:
         self._by_token[index].index_put_((slots // PAGE_SIZE, slots % PAGE_SIZE), values)
 
     def run(self, index: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots, only with heads outside: views, where
-        they lie as arithmetic wants them."""
+        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots: views, where they lie as arithmetic
+        wants them. Only with heads outside."""
         keys, values = self._keys[index].narrow(2, first, count), self._values[index].narrow(2, first, count)
         return self._read(keys), self._read(values)
 
@@ -115,13 +113,13 @@ class KvCache:
         return _widened(held, self._computed) if self._narrow else held
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
+        """Copies: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
         if self.heads_outside:
             return self._storage.index_select(3, pages).permute(3, 0, 1, 2, 4, 5)
         return self._storage.index_select(2, pages).permute(2, 0, 1, 3, 4, 5)
 
     def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        """Writes pages; the inverse of `read_pages`."""
+        """The inverse of `read_pages`."""
         if self.heads_outside:
             self._storage.index_copy_(3, pages, content.permute(1, 2, 3, 0, 4, 5))
         else:
@@ -134,7 +132,6 @@ class KvCache:
 
     @property
     def placement(self) -> Placement:
-        """The device, and the dtype that torch sees."""
         return Placement(self._storage.dtype, self._storage.device)
 
     @property

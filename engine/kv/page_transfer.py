@@ -43,7 +43,6 @@ class PoolPages:
             self._host(into, len(pages)).copy_(self._pool.read_pages(self._indices(pages)))
 
     def write(self, pages: Items[int], source: memoryview) -> None:
-        """`source` may be used again once this returns."""
         with torch.inference_mode():
             given = self._host(source, len(pages)).to(self._placement.device)
             self._pool.write_pages(self._indices(pages), given)

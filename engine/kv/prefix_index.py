@@ -28,23 +28,21 @@ _SCHEMA = b"whippet prefix 1"
 
 
 def kv_identity(info: ModelInfo, layout: BlockLayout) -> bytes:
-    """Digests everything that shapes keys and values beside the request."""
+    """Covers everything that shapes keys and values beside the request."""
     return repr((info.weights_digest, info.weight_format, info.dtype, layout)).encode()
 
 
 def chain_root(identity: bytes, partition: bytes) -> bytes:
-    """The parent of first pages: of everything that shapes keys and values, and of their partition."""
+    """The parent of first pages."""
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (_SCHEMA, identity, partition))).digest()
 
 
 def page_hash(parent: bytes, token_ids: Items[int]) -> bytes:
-    """Hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
+    """Hashes sixteen tokens behind `parent`. struct.error where one is no token id."""
     return sha256(parent + _PAGE.pack(*token_ids)).digest()
 
 
 class PrefixIndex:
-    """Gives pages out and takes them back, keeping what may be of use again."""
-
     def __init__(self, pool: PagePool, identity: bytes = b"", enabled: bool = True) -> None:
         self._pool = pool
         self._identity = identity
@@ -63,7 +61,7 @@ class PrefixIndex:
 
     @property
     def kept(self) -> int:
-        """The number of unused pages that are kept until their room is needed."""
+        """Unused pages, kept until their room is needed."""
         return len(self._idle)
 
     def set_enabled(self, enabled: bool) -> None:
@@ -76,7 +74,7 @@ class PrefixIndex:
     # Pages
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Allocates as `PagePool.allocate`, evicting unused pages where free ones do not suffice."""
+        """Evicts unused pages where free ones do not suffice."""
         if count > self.room:
             return None
         lacking = count - self._pool.free
@@ -89,7 +87,7 @@ class PrefixIndex:
         return self._pool.allocate(count, after)
 
     def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
-        """Counts the pages by which `room` would grow if these gave all of theirs back, except those in `besides`."""
+        """The pages by which `room` would grow if these gave all of theirs back, except those in `besides`."""
         if not sequences:
             return 0
         own = 0
@@ -109,18 +107,18 @@ class PrefixIndex:
     # Prefixes
 
     def find(self, sequence: Sequence) -> list[PrefixPage]:
-        """The longest known chain of pages with which a sequence without any may begin. Leaves its last token out: that
-        must be computed in order to know what comes next."""
+        """The longest known chain with which a sequence without pages may begin. Leaves out its last token, which must
+        be computed to know what comes next."""
         return self._known_from(sequence, 0)
 
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
-        """Starts a sequence with the found pages. What else it needs is to be allocated afterwards."""
+        """Starts with found pages; the others are to be allocated afterwards."""
         sequence.prefix.term = self._term
         if found:
             self._use(sequence, found)
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Takes pages that others computed meanwhile in place of its own that are still empty."""
+        """Replaces its own empty pages by those that others computed meanwhile."""
         if not self._open(sequence) or sequence.computed != len(sequence.prefix.pages) * PAGE_SIZE:
             return
         found = self._known_from(sequence, len(sequence.prefix.pages))
@@ -135,14 +133,14 @@ class PrefixIndex:
         self._pool.release(rest[: len(found)])
 
     def next_page(self, sequence: Sequence) -> bytes | None:
-        """Hash of the page that it computes next, where others may begin with that."""
+        """The page that it computes next, where others may begin with that."""
         place = sequence.computed // PAGE_SIZE
         shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
 
     def note(self, sequence: Sequence) -> None:
-        """Indexes the sequence's full pages. Where an equal page is indexed already, the sequence uses that one as
-        well, so that its successors do not outlive it."""
+        """Indexes the sequence's full pages. Where an equal page is indexed already, it uses that one as well, so that
+        its successors do not outlive it."""
         prefix = sequence.prefix
         full = sequence.computed // PAGE_SIZE
         if len(prefix.pages) >= full or not self._open(sequence) or not self._hash(sequence, full):
@@ -159,7 +157,7 @@ class PrefixIndex:
             prefix.pages.append(page)
 
     def release(self, sequence: Sequence, sound: bool = True) -> None:
-        """Takes all pages of a sequence back. Not `sound`: what it computed must not be used."""
+        """Not `sound`: what it computed must not be used."""
         pages = sequence.prefix.pages
         if not sound:
             self._forget(sequence.prefix.made)
@@ -170,8 +168,8 @@ class PrefixIndex:
         sequence.prefix.made = []
 
     def let_go(self, sequence: Sequence) -> bool:
-        """Releases shared pages that equal the sequence's own, where two sequences computed the same at the same time.
-        It keeps its own, and its chain no longer grows. False where there are none."""
+        """Releases shared pages that equal the sequence's own, computed by two at the same time. It keeps its own, and
+        its chain no longer grows. False where there are none."""
         prefix = sequence.prefix
         pairs = zip(sequence.pages, prefix.pages, strict=False)
         first = next((place for place, (number, page) in enumerate(pairs) if number != page.number), None)
@@ -203,7 +201,7 @@ class PrefixIndex:
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
         """Adds the unknown pages of a chain, filled by `fill(places in the chain, pages)`, as far as there is room
-        beside the chain itself. Returns their number."""
+        beside the chain; returns their number."""
         missing = [place for place, digest in enumerate(chain) if digest not in self._known]
         if not self._enabled or not missing:
             return 0
@@ -228,7 +226,7 @@ class PrefixIndex:
         return self._enabled and not sequence.request.bypass_prefix and sequence.prefix.term == self._term
 
     def _reads(self, sequence: Sequence) -> bool:
-        """Whether it may begin with pages of others. One whose prompt is scored has to compute every position."""
+        """Whether it may begin with pages of others: a scored prompt has to compute every position."""
         request = sequence.request
         return self._enabled and not request.bypass_prefix and request.prompt_logprobs is None
 
@@ -290,7 +288,7 @@ class PrefixIndex:
                 self._idle.move_to_end(page)
 
     def _forget(self, pages: Collection[PrefixPage]) -> None:
-        """Removes pages from the index; those without users are free at once."""
+        """Pages without users are free at once."""
         gone = [page for page in pages if page.indexed]
         for page in gone:
             del self._known[page.hash]

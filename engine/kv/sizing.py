@@ -19,8 +19,8 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room for sequences. `lacking` states what a whole context of the model would take, where there is no room for one
-    and no setting asked for less."""
+    """`lacking` states what a whole context would take, where there is no room for one and no setting asked for
+    less."""
 
     pages: int
     max_context: int  # tokens
@@ -37,8 +37,8 @@ def make_room(
     free_bytes: int,
     beside: int = 0,
 ) -> Room:
-    """Pages for `sequences` of the longest context, as far as a share of the device's `free_bytes` allows, unless the
-    settings give bytes. `beside`: bytes that a draft model keeps for each page. Raises Unsupported."""
+    """Pages for `sequences` of the longest context, within a share of `free_bytes` unless the settings give bytes.
+    `beside`: bytes that a draft model keeps for each page. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")

@@ -37,7 +37,7 @@ class _Chosen:
 
 
 class ChosenProducts:
-    """Chooses products for the weights given, by shape. Without the library or without a GPU: torch's product."""
+    """Chooses by shape. Without the library or without a GPU: torch's product."""
 
     def __init__(self, linears: Iterable[DenseLinear] = (), folder: Path | None = None) -> None:
         self._weights: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -53,8 +53,8 @@ class ChosenProducts:
             self._kept = folder / self._cublas.name
 
     def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a
-        capture, and on a GPU the current stream is one that captures can be made on."""
+        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so not within a capture, and
+        on a GPU on a stream that can capture."""
         product = CublasProduct(x.shape[0], *weight.shape)
         if product not in self._known:
             self._known[product] = self._choose(product, x, out)
@@ -139,7 +139,7 @@ class ChosenProducts:
 
 
 def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Captures a graph, since it is used in one: there the memset that some algorithms need costs time of its own."""
+    """Measures within a graph, as used: there the memset of some algorithms costs time of its own."""
     enqueue()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()

@@ -41,5 +41,4 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> to
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifts right, filling with zeros."""
     return (z >> by) & ((1 << (64 - by)) - 1)

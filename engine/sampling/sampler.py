@@ -27,7 +27,7 @@ COLDEST = 1e-20  # temperatures below it are not numbers in float32
 
 @dataclass(frozen=True, slots=True)
 class BatchParams:
-    """Parameters of a set of rows, as tensors [rows]; rebuilt when the set changes."""
+    """Rebuilt when the set of rows changes."""
 
     sequences: tuple[SequenceState, ...]
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, ids, values
@@ -46,7 +46,7 @@ class BatchParams:
 
 
 class Sampler:
-    """Draws tokens; holds what the penalties must remember of each slot."""
+    """Holds what the penalties must remember of each slot."""
 
     def __init__(
         self, vocab_size: int, slots: int, device: torch.device, constraints: Constraints | None = None
@@ -62,8 +62,8 @@ class Sampler:
     def sample(
         self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()
     ) -> list[RowResult]:
-        """Samples logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. A sequence
-        may have several rows: each is chosen as if the tokens `assumed` for it followed the sequence's last one."""
+        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. Each row of a
+        sequence is chosen as if the tokens `assumed` for it followed the sequence's last one."""
         batch = self._params(tuple(sequences))
         chosen = self._chosen(batch, logits, assumed)
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
@@ -80,7 +80,7 @@ class Sampler:
         return found
 
     def choose(self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()) -> list[int]:
-        """Samples without log-probabilities; -1 where there is no id."""
+        """Returns -1 where there is no id; no log-probabilities."""
         return self._chosen(self._params(tuple(sequences)), logits, assumed)
 
     def _chosen(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> list[int]:
@@ -150,7 +150,7 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _adjust(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
-        """Applies bias, penalties and barred tokens; the same tensor where no row has any."""
+        """Applies bias, penalties and bars; the same tensor where no row has any."""
         barred = [
             (row, token)
             for row in batch.barred
@@ -255,7 +255,7 @@ def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> list[TokenLogprob]:
-    """Log-probabilities of rows [rows, vocab]: of each one's token, and of `counts` best ones."""
+    """Rows [rows, vocab]: each one's token, and `counts` best ones."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

@@ -25,7 +25,7 @@ _ANEW = 1024  # steps after which everything is measured again
 
 
 class _Sides(NamedTuple):
-    """Sequences that a step may feed, in lists with the lowest rank first."""
+    """All lists begin with the lowest rank."""
 
     before: list[Sequence]  # which are not throttled
     decoding: list[Sequence]  # of those who yield
@@ -50,7 +50,7 @@ class _StepCost:
 
 
 class BackgroundThrottle:
-    """Chooses background rows before each step with an interactive sequence, and measures the step."""
+    """Chooses before each step with an interactive sequence, and measures the step."""
 
     def __init__(self) -> None:
         self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
@@ -70,8 +70,8 @@ class BackgroundThrottle:
 
     def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
         """The sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background sequence
-        that has waited until it ranks before an interactive one is not throttled. While `changes` is the same, so are
-        `sequences`: examining hundreds of them takes as long as a step of a few."""
+        that by its wait ranks before an interactive one is not throttled. While `changes` is the same, so are
+        `sequences`: examining hundreds takes as long as a step of a few."""
         if changes is None or self._known is None or self._known[0] != changes:
             self._known = -1 if changes is None else changes, _sides(sequences)
         sides = self._known[1]
@@ -93,7 +93,6 @@ class BackgroundThrottle:
         return chosen, budget
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Measures a step that `choose` was asked about."""
         began, self._began = self._began, now
         if began is None or now <= began:
             return
@@ -115,7 +114,7 @@ class BackgroundThrottle:
             self._costs.setdefault(self._fed, _StepCost()).learn(seconds)
 
     def _adapt(self, others: int) -> None:
-        """Forgets measurements beside another number of rows, or of long ago."""
+        """Forgets measurements beside other numbers of rows, or of long ago."""
         if self._steps >= _ANEW or not others / 2 <= self._others <= 2 * others:
             self._steps, self._others = 0, others
             self._costs.clear()
@@ -135,13 +134,13 @@ class BackgroundThrottle:
         return rows
 
     def _spare(self) -> bool:
-        """Whether it is time for a chunk of the background's prompts."""
+        """Whether a chunk of the background's prompts is due."""
         alone = self._alone()
         return alone > 0 and self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone)
 
     def _alone(self) -> float:
-        """Seconds of a step without the background; 0 before it was measured. No step with some of it is shorter: where
-        one was, those without came just after many rows had been fed, whose steps were still under way."""
+        """Seconds of a step without the background; 0 before one was measured. The least of all measurements counts:
+        one without the background is too long where many rows, just fed, were still under way."""
         alone = self._costs.get(0)
         if alone is None or not alone.known:
             return 0.0
@@ -168,5 +167,4 @@ def _sides(sequences: Items[Sequence]) -> _Sides | None:
 
 
 def _left(sequence: Sequence) -> int:
-    """Tokens not computed yet: one where it decodes."""
     return len(sequence.token_ids) - sequence.computed

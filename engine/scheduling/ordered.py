@@ -22,7 +22,6 @@ class Ordered:
         insort(self._pairs, (rank, key))
 
     def discard(self, rank: float, key: int) -> None:
-        """Removes the pair if it is there."""
         index = bisect_left(self._pairs, (rank, key))
         if index < len(self._pairs) and self._pairs[index] == (rank, key):
             del self._pairs[index]

@@ -26,7 +26,7 @@ _BUCKETS = 2  # of sizes, from one to its double
 
 
 class StepCosts:
-    """Smoothed seconds by size; sizes near each other share an entry."""
+    """Smoothed seconds by size; near sizes share an entry."""
 
     def __init__(self, rising: float) -> None:
         self._rising = rising  # how a size that was not measured yet is predicted: 1 as sizes do, 0 not at all
@@ -66,11 +66,10 @@ class Pacing:
 
     @property
     def rows(self) -> int:
-        """The number of sequences that may run at once."""
         return int(self._rows)
 
     def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
-        """The number of prompt tokens, of `most`, that the next step may feed beside the decoding sequences."""
+        """How many prompt tokens, of `most`, the next step may feed beside decoding sequences."""
         if self._target is None:
             return most
         left = [len(one.token_ids) - one.computed for one in running if not one.paused]
@@ -109,8 +108,8 @@ class Pacing:
             self._bound(self._of_rows.of(rows) or 0.0, self._target)
 
     def _save(self, seconds: float, fed: int) -> None:
-        """Saves the time by which a step with rows was shorter than the target, for prompts whose least chunk would not
-        fit into a step; a little is always saved, or they would stand still."""
+        """Saves the time that a step with rows left of the target, and at least a little, for prompts whose least chunk
+        would not fit into a step."""
         assert self._target is not None
         most = max(self._target, self._of_prompts.of(_LEAST) or 0.0)
         if not fed:
@@ -118,8 +117,8 @@ class Pacing:
         self._saved = min(max(self._saved + seconds, -self._target), most)
 
     def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
-        """Learns from rows with `tokens` each, beside prompts. The deviation from the prediction is divided in the
-        prediction's proportions."""
+        """Learns from rows with `tokens` each, beside prompts. Divides the deviation in the prediction's
+        proportions."""
         of_rows, of_prompts = self._of_rows.of(rows), self._of_prompts.of(fed)
         if of_rows is None:
             of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
@@ -133,7 +132,7 @@ class Pacing:
             self._of_prompts.learn(fed, of_prompts * share)
 
     def _bound(self, taken: float, target: float) -> None:
-        """Bounds the rows by the seconds that a token takes where nothing is fed beside them."""
+        """Bounds rows by the seconds of a token with nothing fed beside them."""
         self._measured += 1
         if self._measured < _STEPS or taken <= 0:
             return

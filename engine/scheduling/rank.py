@@ -18,7 +18,6 @@ def rank(sequence: Sequence) -> tuple[float, int]:
 
 
 def timer(sequence: Sequence) -> float | None:
-    """The earlier of deadline and expiry."""
     request = sequence.request
     times = [time for time in (request.deadline, request.expires_at) if time is not None]
     return min(times, default=None)

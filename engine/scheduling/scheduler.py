@@ -29,7 +29,7 @@ from engine.settings import PAGE_SIZE
 
 class Masks(Protocol):
     def ready(self, key: int) -> bool:
-        """Whether a step that chooses the sequence's next token has its mask, or needs to wait for it only briefly."""
+        """Whether a step has the mask of the sequence's next token, or needs to wait only briefly."""
 
 
 _WAITS = 2  # steps in a row that second tokens wait for others' first ones
@@ -89,13 +89,13 @@ class Scheduler:
             self._timers.add(when, sequence.key)
 
     def cancel(self, key: int) -> None:
-        """Forgets a sequence; one that has ended already is no mistake."""
+        """Also takes sequences that have ended already."""
         sequence = self._live.get(key)
         if sequence is not None:
             self._remove(sequence)
 
     def pause(self, key: int) -> None:
-        """Stops planning a sequence until `resume`. It keeps its pages while no other needs them."""
+        """The sequence keeps its pages while no other needs them."""
         sequence = self._live.get(key)
         if sequence is not None and not sequence.paused:
             self._slots.pause(sequence)
@@ -117,11 +117,11 @@ class Scheduler:
 
     @property
     def fetching(self) -> int:
-        """The number of sequences that wait for the shared tier; if any, `collect` must be called soon."""
+        """Sequences that wait for the shared tier; if any, `collect` must be called soon."""
         return len(self._fetching)
 
     def collect(self) -> None:
-        """Queues for a slot the sequences whose keys and values have arrived, or will not."""
+        """Queues sequences whose keys and values have arrived, or will not."""
         if self._tier is None or not self._fetching:
             return
         for key in self._tier.arrived():
@@ -148,7 +148,7 @@ class Scheduler:
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step; None where nothing can be fed."""
+        """None where nothing can be fed."""
         self._slots.start_waiting()
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
@@ -185,12 +185,11 @@ class Scheduler:
         return self._slots.planned(rows)
 
     def _lacks_mask(self, sequence: Sequence) -> bool:
-        """Whether the sequence must sit out this step because its mask is missing; the others are fed."""
+        """Whether the sequence must sit out this step; the others are fed."""
         masks = self._masks
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
     def _to_feed(self) -> tuple[Items[Sequence], int]:
-        """The sequences that the next step may feed, and how many prompt tokens."""
         running, changes = self._slots.running, self._slots.changes
         budget = self._pacing.prompt_tokens(running, self._turns.budget)
         fed = self._turns.next(running)
@@ -199,8 +198,7 @@ class Scheduler:
         return self._throttle.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
-        """Applies a step's result and returns the events for readers. Raises WrongResult, and applies nothing, where
-        the result does not match the plan."""
+        """Raises WrongResult, and applies nothing, where the result does not match the plan."""
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
@@ -233,7 +231,7 @@ class Scheduler:
         return events
 
     def _take_prompt(self, sequence: Sequence, row: Row, result: StepResult) -> list[Event]:
-        """Advances a sequence by a part of its prompt; an event carries its log-probabilities, if any."""
+        """An event carries the log-probabilities of the prompt, if any."""
         sequence.advance(row.start + row.count)
         self._prefixes.note(sequence)
         if not row.score:
@@ -245,8 +243,8 @@ class Scheduler:
         return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
 
     def raised(self, plan: StepPlan) -> list[Event]:
-        """Takes back a step that raised before any of its results was applied. Its rows are fed again, in halves; a row
-        that was alone ends."""
+        """Takes back a step that raised before its results were applied. Its rows are fed again in halves; a row that
+        was alone ends."""
         fed = self._take_back(plan)
         if not self._turns.part(plan.rows):
             return [self._fail(sequence, Failure.STEP) for sequence in fed]
@@ -266,7 +264,7 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Whether the step planned last feeds part of a step that failed."""
+        """Whether the last plan feeds part of a failed step."""
         return self._turns.repeats
 
     @property
@@ -313,8 +311,8 @@ class Scheduler:
             raise WrongResult(f"a row returned more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
-        """Whether sequences whose prompts have just ended wait while others' prompts end, instead of decoding beside
-        them: those first tokens would come a decoding step later, and their own second ones no earlier."""
+        """Whether sequences whose prompts have just ended wait while others' prompts end: decoding beside them, those
+        first tokens would come a decoding step later, and their own second ones no earlier."""
         passes = all(row.count > 1 for row in others)
         ending = [self._live[row.key].request.priority for row in others if row.count > 1 and row.sample]
         own = max(sequence.request.priority for sequence in begun)
@@ -327,7 +325,7 @@ class Scheduler:
 
     def _awaits_sibling(self, sequence: Sequence, begun: set[bytes]) -> bool:
         """Takes over shared pages of its prompt. Whether a sibling of lower rank computes its next page in this very
-        step: one of lower rank that finds no room has taken it from this one before."""
+        step; one that finds no room has taken it from this one before."""
         self._prefixes.catch_up(sequence)
         if sequence.request.siblings == 1:
             return False

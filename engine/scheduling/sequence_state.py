@@ -15,7 +15,7 @@ from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence from its admission to a slot to its release. Executors read it, `SequenceTable` writes it."""
+    """Lives from a sequence's admission to its release. Executors read it, `SequenceTable` writes it."""
 
     key: int
     slot: int
@@ -37,12 +37,10 @@ class SequenceState:
         return len(self.token_ids) - self.prompt_length
 
     def last_position(self, max_context: int) -> int:
-        """Position of the last token that a step may choose. Where max_tokens is 0, one token is chosen all the same,
-        and dropped."""
+        """Where max_tokens is 0, one token is chosen all the same, and dropped."""
         return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
 
     def set_pages(self, first: int, pages: Iterable[int]) -> None:
-        """Sets the pages from page `first` on."""
         if first > len(self.pages):
             raise EngineFailed(f"sequence {self.key} has {len(self.pages)} pages, page {first} cannot follow them")
         if first < len(self.pages):
@@ -56,7 +54,7 @@ class SequenceTable:
         self._held: dict[int, SequenceState] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Applies a plan's slots and pages. Raises EngineFailed for a row that holds no slot."""
+        """Raises EngineFailed for a row that holds no slot."""
         held = self._held
         for released in plan.released:
             state = held.get(released.slot)
@@ -87,7 +85,6 @@ class SequenceTable:
 
 
 def begin(admitted: Admitted) -> SequenceState:
-    """State right after admission."""
     return SequenceState(
         key=admitted.key,
         slot=admitted.slot,
@@ -103,7 +100,7 @@ def begin(admitted: Admitted) -> SequenceState:
 
 
 def readmission(state: SequenceState) -> Admitted:
-    """The admission that would recreate the sequence as it is now, the inverse of `begin`."""
+    """Recreates the sequence as it is now, the inverse of `begin`."""
     return Admitted(
         key=state.key,
         slot=state.slot,

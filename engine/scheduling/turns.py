@@ -37,7 +37,6 @@ class Turns:
         self._solos.discard(sequence.key)
 
     def next(self, running: list[Sequence]) -> Items[Sequence]:
-        """The sequences that the next step may feed, in their order."""
         while self._parts:
             part = self._parts.popleft()
             chosen = [one for one in running if one.key in part and not one.paused]
@@ -57,7 +56,7 @@ class Turns:
                 self._calm, self.budget = 0, min(self._whole, 2 * self.budget)
 
     def split(self, rows: Items[Row]) -> bool:
-        """Splits rows that found no memory together. False where nothing less can be tried."""
+        """Halves rows that found no memory together. False where nothing less can be tried."""
         if len(rows) == 1 and rows[0].count <= PAGE_SIZE:
             self._hopeless += 1
             if self._hopeless == _PATIENCE:
@@ -71,7 +70,7 @@ class Turns:
         return True
 
     def part(self, rows: Items[Row]) -> bool:
-        """Splits the rows of a step that raised into halves for the next steps. False for a row that was alone."""
+        """Halves the rows of a step that raised. False for a row that was alone."""
         if len(rows) > 1:
             self._halve(rows)
         return len(rows) > 1
