@@ -55,7 +55,7 @@ def pack_part(part: AnswerPart) -> bytes:
 
 
 def unpack_part(data: bytes) -> AnswerPart | None:
-    """None where it is not one that a reader can cut."""
+    """None where no reader can cut it."""
     try:
         part = _PART.decode(data)
     except (msgspec.MsgspecError, ValueError):

@@ -38,14 +38,13 @@ class CrossProcess:
         self._publishing: set[asyncio.Task[None]] = set()
 
     def generation(self, answer: CacheKey, generate: Generate, within: float | None = None) -> Generation:
-        """Generates as `around`, but at its own pace: other replicas' readers do not wait for this one's."""
+        """Goes at its own pace: other replicas' readers do not wait for this one's."""
         return Pump(self.around(answer, generate, within), self._pumps)
 
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yields the answer, whichever replica generates it. Raises what `generate` raises. `within`: seconds that
-        asking for the lease may take."""
+        """Raises what `generate` raises. `within`: seconds that asking for the lease may take."""
         delivered: list[AnswerPart] = []
         alone = False
         while True:
@@ -129,8 +128,8 @@ class CrossProcess:
 
 
 class Publisher:
-    """Writes a leader's messages to its stream, off the leader's path, and keeps its lease. Gives up at the first
-    fault: followers then take over."""
+    """Writes a leader's messages off its path, and keeps its lease. Gives up at the first fault: followers then take
+    over."""
 
     def __init__(self, leases: Leases, lease: Lease, heartbeat: float, counter: Counter) -> None:
         self._leases = leases
@@ -143,7 +142,7 @@ class Publisher:
         self._broken = False  # something is missing from the stream: it must never look whole
 
     def put(self, item: bytes | None) -> None:
-        """Queues the next message; None for one that was too large to seal."""
+        """None stands for one that was too large to seal."""
         self._broken = self._broken or item is None
         if item is not None and not self._broken:
             self._items.append(item)
@@ -155,7 +154,7 @@ class Publisher:
         self._news.set()
 
     async def run(self) -> None:
-        """Runs until finished. A whole stream keeps its lease until that runs out, so that latecomers read it."""
+        """A whole stream keeps its lease until that runs out, so that latecomers read it."""
         try:
             if await self._publish():
                 return

@@ -47,7 +47,7 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
 
 
 def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
-    """Names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
+    """`max_tokens` is None for answers that stopped by themselves."""
     return entry_digests(partitions, question, (max_tokens,))[0]
 
 
@@ -120,7 +120,7 @@ class ExactCache:
     async def _read(
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
-        """The epoch in the store, and the answer under the given epoch, in one round trip."""
+        """Reads the epoch, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
         keys = [CacheKey(EntryKind.RESPONSE, partition, digest) for digest in digests]

@@ -48,8 +48,8 @@ class Leases:
         self._returning: set[asyncio.Task[None]] = set()
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        """The lease in force, and whether it was taken now. `within` shortens the budget, in seconds. Where no answer
-        came in time it may have been taken all the same, and is given back."""
+        """The lease in force, and whether it was taken now. Where no answer came within the budget, at most `within`
+        seconds, it may have been taken all the same, and is given back."""
         key = CacheKey(EntryKind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
@@ -117,7 +117,7 @@ class Leases:
         await self._urgent.write(command, ignored)
 
     async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
-        """New messages and the place of the last, after waiting for the first one as long as `block`."""
+        """New messages and the place of the last; waits `block` for the first one."""
         milliseconds = max(1, round(1000 * block))
         entries = await self._patient.read(
             lambda client: client.xread({lease.stream.name: after}, count=MESSAGES, block=milliseconds),

@@ -32,7 +32,7 @@ class Skipper:
 
 
 async def resume(delivered: Sequence[AnswerPart], fresh: AsyncIterator[AnswerPart]) -> AsyncGenerator[AnswerPart, None]:
-    """Yields the rest of an answer. Raises Diverged, or Unfinished where the source ends early."""
+    """Raises Diverged, or Unfinished where the source ends early."""
     skipper = Skipper(delivered)
     async for part in fresh:
         if part is BEGUN:

@@ -63,8 +63,7 @@ class SharedGeneration:
         return not self.over and self.error is None
 
     def forget_leader(self) -> None:
-        """Drops the ended leader: the two refer to each other, and all of the leader's call would wait for a
-        collection."""
+        """Ends the cycle of references between the two, or all of the leader's call would wait for a collection."""
         if not self.busy:
             self._leader = None
 
@@ -78,7 +77,6 @@ class SharedGeneration:
 
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """Yields a reader, and keeps the generation going for it."""
         reader = _SharedReader(self, generate)
         self._readers += 1
         self._candidates.append(reader)
@@ -92,8 +90,8 @@ class SharedGeneration:
                 self.close()
 
     async def next(self, reader: _SharedReader) -> AnswerPart:
-        """The reader's next part; raises StopAsyncIteration after the ending. One method for all cases, since every
-        coroutine between a token and its reader costs."""
+        """Raises StopAsyncIteration after the ending. One method for all cases, since every coroutine between a token
+        and its reader costs."""
         while (part := self._there(reader)) is None:
             if self._fetching:
                 await self._wait()
@@ -131,7 +129,6 @@ class SharedGeneration:
         return None
 
     async def _wait(self) -> None:
-        """Waits for the reader that fetches."""
         self._waiting += 1
         try:
             await self._news.wait()
@@ -169,7 +166,7 @@ class SharedGeneration:
             self._counter.count("flight_replaced")
 
     def _lead(self) -> Generation | None:
-        """Lets the next candidate generate, from where the log ends. None where all have left."""
+        """Lets the next candidate continue the log. None where all have left."""
         if not self._candidates:
             self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("no request generates")
             return None
@@ -184,8 +181,6 @@ class SharedGeneration:
 
 
 class SingleFlight:
-    """All shared generations of this process, by the name of the answer."""
-
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
         self._linger = linger
@@ -216,7 +211,7 @@ class SingleFlight:
             self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """Lets no new reader join a finished generation: its answer was flushed."""
+        """Lets no new reader join: the answer was flushed."""
         self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
     def close(self) -> None:

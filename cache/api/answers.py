@@ -17,7 +17,7 @@ Parameter = Scalar | tuple["Parameter", ...]
 
 class AnswerPart(NamedTuple):
     """One message of a streamed answer: what it added, and in the last one how it ended. A named tuple, since a hit
-    decodes hundreds of them while a caller waits."""
+    decodes hundreds of them."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -107,7 +107,7 @@ class CachedCompletion:
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """Yields the messages as they were streamed; only the reader's back-pressure slows them."""
+        """Yields the messages as they were streamed, as fast as they are read."""
         yield from self.parts
 
 
@@ -148,7 +148,7 @@ class ResponseCache(Protocol):
 
 
 class Allowance:
-    """Time left for one request to wait for stores, all its lookups together. One object per request."""
+    """Time left for one request to wait for stores, all its lookups together."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -156,7 +156,6 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """Returns seconds, never negative."""
         return max(self._left, 0.0)
 
     @contextmanager

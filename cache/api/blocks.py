@@ -71,8 +71,6 @@ class BlockStore(Protocol):
 
 
 class OpenBlockStore(BlockStore, Protocol):
-    """A store that shows the states of its connections."""
-
     @property
     def states(self) -> Mapping[str, BreakerState]:
         pass

@@ -29,8 +29,6 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCandidate:
-    """A stored question similar enough to be considered, with its answer."""
-
     entry: CacheKey
     text: str  # the stored question
     similarity: float

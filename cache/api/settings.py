@@ -88,8 +88,6 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSettings(PrefixOptions):
-    """Settings of the shared tier of keys and values, which the engine process opens."""
-
     redis: RedisSettings
     key_file: Path | None = None  # None: the tier cannot be shared, and is refused
     queue_bytes: int = 64 * 2**20
@@ -116,7 +114,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Options of all caches. Raises ValueError for what can never work."""
+    """Raises ValueError for what can never work."""
 
     redis_url: str | None = setting(
         None, "redis[s]://[user@]host:port/database, shared by replicas; unset: this process's memory"
@@ -154,7 +152,7 @@ class CacheOptions:
         )
 
     def blocks(self) -> BlockSettings | None:
-        """Settings of the engine's shared tier. None without Redis, or without a key that other engines share."""
+        """None without Redis, or without a key that other engines share."""
         redis = self._redis()
         if redis is None or self.key_file is None:
             return None

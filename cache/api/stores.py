@@ -62,8 +62,6 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPage:
-    """Some members of a directory: the semantic entries of one partition."""
-
     members: tuple[tuple[str, float], ...]  # (digest, cursor)
     total: int  # members altogether
     cursor: float  # of the last one that was read, also where it was left out as no digest

@@ -43,11 +43,11 @@ class RunCodec:
         return CacheKey(EntryKind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
-        """Size without header, nonce and tag."""
+        """Excludes header, nonce and tag."""
         return self._layout.token_bytes * run.tokens
 
     def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
-        """Raises ValueError where the payload's length does not match the layout."""
+        """Raises ValueError where the payload does not match the layout."""
         if len(payload) != self.payload_bytes(run):
             raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
         header = self._header(run)
@@ -56,7 +56,7 @@ class RunCodec:
         return header + self._current + nonce + sealed
 
     def open(self, key: CacheKey, run: BlockRun, sealed: memoryview, into: memoryview) -> bool:
-        """Decrypts into the caller's buffer. Where anything is unexpected: False, a count, and an undefined buffer."""
+        """Where anything is unexpected: False, a count, and an undefined buffer."""
         size = self.payload_bytes(run)
         header = bytes(sealed[: HEADER.size])
         identity = bytes(sealed[HEADER.size : HEADER.size + ID_BYTES])

@@ -57,8 +57,7 @@ def _hello(link: RespConnection, deadline: float) -> object:
 def _master(
     settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
 ) -> Address:
-    """The answer of the first sentinel that knows the master. Each has its share of the time, since some may be
-    silent."""
+    """The first sentinel that knows the master answers. Each has its share of the time, since some may be silent."""
     login, name = settings.sentinel_login(), settings.where.address.host.encode()
     for at, address in enumerate(sentinels):
         now = time.monotonic()
@@ -73,8 +72,8 @@ def _master(
 
 
 class BlockConnection:
-    """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels, a far server): it
-    continues in the background for the next fetch."""
+    """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels): it continues in
+    the background for the next fetch."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
@@ -87,12 +86,11 @@ class BlockConnection:
 
     @property
     def breaker(self) -> Breaker:
-        """The breaker for its state: `open` reports successes and failures."""
         return self._breaker
 
     @contextmanager
     def open(self, deadline: float) -> Iterator[RespConnection]:
-        """Connects if need be. An exception inside drops the connection. Raises OSError and RespError."""
+        """An exception inside drops the connection. Raises OSError and RespError."""
         if not self._breaker.allow():
             raise RespError("breaker open")
         whole = False

@@ -25,8 +25,6 @@ class Prediction:
 
 
 class FetchGate:
-    """Keeps the rates and decides. Thread-safe."""
-
     def __init__(self, token_bytes: int, min_tokens: int) -> None:
         self._token_bytes = token_bytes
         self._min_tokens = min_tokens
@@ -39,14 +37,14 @@ class FetchGate:
             return self._rates
 
     def fetched(self, size: int, seconds: float) -> None:
-        """Measures one fetch; `seconds` includes a round trip."""
+        """`seconds` includes a round trip."""
         with self._lock:
             net = max(seconds - (self._rates.round_trip or 0.0), seconds / 10, 1e-9)
             rate = _mixed(self._rates.bytes_per_second, size / net)
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """Measures a command without a payload: a round trip."""
+        """Measures a round trip: a command without a payload."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)

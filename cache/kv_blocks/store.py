@@ -25,7 +25,7 @@ CLOSE_WITHIN = 1.0
 
 
 class RedisBlocks:
-    """The `BlockStore` of one layout. No method raises, and only `close` waits for Redis on the caller's thread."""
+    """No method raises, and only `close` waits for Redis on the caller's thread."""
 
     def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
         self._settings = settings
@@ -102,7 +102,7 @@ class RedisBlocks:
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
-        """Waits until the write queue is empty; False after `within` seconds."""
+        """False where writes are queued after `within` seconds."""
         with self._change:
             return self._change.wait_for(lambda: self._queued == 0, within)
 
@@ -225,6 +225,5 @@ class RedisBlocks:
 
 
 def _read_past(link: RespConnection, into: memoryview, deadline: float) -> None:
-    """Skips a value that is not needed any more."""
     with suppress(OtherTypeError):
         link.bulk(into, deadline)

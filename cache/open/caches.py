@@ -52,15 +52,13 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Parts that exist only with Redis: single-flight between replicas, and its own connections."""
+    """Exists only with Redis."""
 
     cross_process: CrossProcess
     link: RedisLink
 
 
 class Caches:
-    """The response cache, the semantic cache once its embedder is loaded, and single-flight."""
-
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
         self._context = context
@@ -99,17 +97,16 @@ class Caches:
 
     @property
     def remote(self) -> bool:
-        """Whether the store is another process: a lookup then takes a round trip."""
+        """Whether a lookup takes a round trip to another process."""
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """A new request's budget for all its lookups together."""
+        """A request's budget for all its lookups together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """The tenant's partition, for keys and values of prompts. None where the store does not answer: do not
-        share."""
+        """None where the store does not answer: do not share."""
         whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
         if whole is None or prefixes is None:
             try:
@@ -124,8 +121,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """Opens the answer, generated once for all identical requests of the moment. Raises ValueError for questions
-        that are not deterministic. With no allowance left, other replicas are left out."""
+        """Generates once for all identical requests of the moment. Raises ValueError for questions that are not
+        deterministic. With no allowance left, other replicas are left out."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -136,7 +133,7 @@ class Caches:
         return self._single_flight.join(key, partial(self._shared.cross_process.generation, key, generate, within))
 
     def joinable(self, question: Question) -> bool:
-        """Whether `join` might follow a generation under way: in this process, or with Redis in any replica."""
+        """Whether `join` might follow a generation under way, here or with Redis in any replica."""
         if self._shared is not None:
             return True
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -147,8 +144,8 @@ class Caches:
         await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
-        """Deletes entries of some kinds, or the one of that id; returns their number. Prefix blocks are not counted:
-        they become unreachable, on other replicas within a second. Raises StoreFault."""
+        """Deletes entries of some kinds, or the one of that id; returns their number. Prefix blocks, not counted,
+        become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
         deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not EntryKind.BLOCK])
@@ -161,7 +158,7 @@ class Caches:
         return deleted
 
     def change(self, settings: CacheSettings) -> None:
-        """Takes over what the response cache and the semantic cache may do; their stores stay as they are."""
+        """Changes what both caches may do; their stores stay as they are."""
         self._settings = replace(self._settings, response=settings.response, semantic=settings.semantic)
         self.responses.change(settings.response)
         if self._semantic is not None:
@@ -169,18 +166,18 @@ class Caches:
         self.load_semantic()
 
     def load_semantic(self) -> None:
-        """Begins to load the embedder, exporting it if need be; `semantic` is None until then."""
+        """Exports the embedder if need be; `semantic` is None until it is loaded."""
         if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
             self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
 
     async def loaded(self) -> bool:
-        """Waits for the embedder; False where it could not be loaded."""
+        """Waits; False where the embedder could not be loaded."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         return self._semantic is not None
 
     async def aclose(self) -> None:
-        """Ends generations and threads, writes what can be written within a second."""
+        """Ends generations and threads; writes what can be written in a second."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait([self._loading])

@@ -22,5 +22,4 @@ def check_redis(settings: RedisSettings) -> None:
 
 
 def missing_for_semantic(model: Path | None) -> tuple[str, ...]:
-    """Packages that are not installed and that the semantic cache needs."""
     return missing(model)

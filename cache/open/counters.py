@@ -27,7 +27,6 @@ class Counters:
             self._totals[event] = self._totals.get(event, 0.0) + seconds
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """Returns a copy: (event, label) → count."""
         with self._lock:
             return dict(self._counts)
 

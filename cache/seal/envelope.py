@@ -23,7 +23,7 @@ OVERHEAD = HEADER + NONCE + TAG
 
 
 class Envelope:
-    """Seals and opens. What does not open is None and a count with the reason as its label."""
+    """What does not open is None and a count with the reason as its label."""
 
     def __init__(self, keyring: Keyring, max_bytes: int, counter: Counter) -> None:
         self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}

@@ -29,8 +29,6 @@ RECENT = 256  # vectors of the latest lookups, which are wanted again when their
 
 @dataclass(slots=True, eq=False)
 class CandidateIndex:
-    """One partition's index, and how far it has followed the directory."""
-
     directory: CacheKey
     vectors: VectorIndex
     cursor: float = 0.0
@@ -40,15 +38,13 @@ class CandidateIndex:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Result of a search, and the state of the index then."""
-
     vector: Vector
     found: list[tuple[str, float]]  # digest and similarity, best first
     changes: int
 
 
 class CandidateStore:
-    """Holds the indexes. With too many vectors the least recently used index is dropped."""
+    """With too many vectors, drops the least recently used index."""
 
     def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
         self._context = context
@@ -59,7 +55,7 @@ class CandidateStore:
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
     def begin(self, text: str, bounds: tuple[int, int], unfit: Callable[[str], bool]) -> Callable[[], object]:
-        """Embeds in advance of a lookup, unless the text is unfit. Calling the result cancels what has not begun."""
+        """Embeds ahead of a lookup, unless the text is unfit. Calling the result cancels what has not begun."""
 
         def work() -> None:
             if not unfit(text):
@@ -94,7 +90,7 @@ class CandidateStore:
             index.following = asyncio.get_running_loop().create_task(self._catch_up(index), name="semantic follow")
 
     async def nearest(self, index: CandidateIndex, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
-        """Embeds and searches in one visit to the thread; None where the text is too short or too long."""
+        """Visits the thread once; None where the text is too short or too long."""
 
         def work() -> Nearest | None:
             vector = self._embed(text, *bounds)
@@ -105,7 +101,7 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """Searches again if entries were added since, else returns `nearest`."""
+        """Searches again if entries were added since."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
@@ -132,7 +128,6 @@ class CandidateStore:
         return stored
 
     def reject(self) -> None:
-        """Counts an entry that is not of this schema."""
         self._context.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
@@ -152,7 +147,7 @@ class CandidateStore:
             self._context.counter.count("semantic_follow", "fault")
 
     async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
-        """Reads some members and their entries into the index. True where there may be more."""
+        """Reads some members and their entries; True where there may be more."""
         begun = time.monotonic()
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]

@@ -40,8 +40,6 @@ class Embedder(Protocol):
 
 
 class ModelEmbedder:
-    """Embeds by a folder that `export` wrote, with a runtime for its model."""
-
     def __init__(self, folder: Path, digest: str, width: int, encode: Callable[[Sequence[int]], Vector]) -> None:
         # Imported here, since it takes long and a server with the cache off does not need it.
         from tokenizers import Tokenizer
@@ -78,7 +76,7 @@ class ModelEmbedder:
 
 
 def open_embedder(folder: Path) -> ModelEmbedder:
-    """Opens the fastest runtime that the folder has and this machine supports."""
+    """The fastest runtime that the folder has and this machine supports."""
     made = json.loads((folder / MANIFEST).read_text())["runtimes"]
     if NATIVE in made and not lacking():
         try:

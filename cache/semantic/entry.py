@@ -38,7 +38,7 @@ def pack_entry(entry: SemanticEntry) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry as it was read. Vector and answer are decoded on demand, since most are never used."""
+    """Vector and answer are decoded on demand, since most are never used."""
 
     text: str
     entry_id: str
@@ -57,7 +57,6 @@ class Stored:
 
 
 def unpack_entry(data: bytes, width: int, entry_id: str) -> Stored | None:
-    """None where it is not an entry of this schema and width."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):

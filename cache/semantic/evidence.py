@@ -51,7 +51,7 @@ _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Observations of one difference between questions, or of one entry. Times are Unix times in seconds."""
+    """Observations of one difference, or of one entry. Times are Unix times in seconds."""
 
     right: dict[bytes, int] = field(default_factory=dict)  # caller → right observations
     wrong: int = 0
@@ -62,12 +62,11 @@ class Evidence:
 
     @property
     def counted(self) -> int:
-        """Counts the right observations, capping each caller's at 1/CALLERS of the result."""
+        """Counts right observations, each caller's capped at 1/CALLERS of the result."""
         return counted(self.right.values())
 
     def with_one(self, caller: bytes, right: bool) -> Evidence:
-        """Adds an observation without the limits per day, to evidence that can only stop an answer from being
-        served."""
+        """Ignores the limits per day: for evidence that can only stop an answer from being served."""
         if not right:
             return replace(self, wrong=min(self.wrong + 1, MOST))
         if caller not in self.right and len(self.right) >= MOST_CALLERS:
@@ -75,8 +74,7 @@ class Evidence:
         return replace(self, right={**self.right, caller: min(self.right.get(caller, 0) + 1, MOST)})
 
     def with_right(self, caller: bytes, now: float) -> Evidence:
-        """Returns the same object if the observation does not count, because a limit of the day is reached or `now`
-        lies on a day before `last`."""
+        """Returns itself if the day's limit is reached or `now` lies on a day before `last`."""
         second = int(now)
         same_day = bool(self.right) and second // DAY == self.last // DAY
         today, new = (self.today, self.new) if same_day else (0, 0)
@@ -107,8 +105,6 @@ def unpack_evidence(data: bytes) -> Evidence | None:
 
 @dataclass(frozen=True, slots=True)
 class TenantDay:
-    """A tenant's right observations on one day, over all differences."""
-
     day: int = 0
     counted: int = 0
 
@@ -139,7 +135,7 @@ def counted(shares: Collection[int]) -> int:
 
 
 def chance_above(right: int, wrong: int, error: float) -> float:
-    """Probability that the share of wrong answers is greater than `error`."""
+    """Probability that the share of wrong answers exceeds `error`."""
     trials = right + wrong + 1
     # P(share right ≤ 1 − e) of a Beta(s + 1, f + 1) is a tail of a binomial: at most f of n + 1 are wrong.
     total = 0.0
@@ -150,7 +146,7 @@ def chance_above(right: int, wrong: int, error: float) -> float:
 
 
 def proven(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Whether the bound on the error holds and the evidence spans at least AGE seconds."""
+    """Whether the bound on the error holds, over at least AGE seconds."""
     if evidence.last - evidence.first < AGE:
         return False
     right, wrong = evidence.counted, evidence.wrong
@@ -159,7 +155,7 @@ def proven(evidence: Evidence, error: float, confidence: float) -> bool:
 
 
 def refuted(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Whether the bound is broken, with the same confidence. Every observation counts: this only takes away."""
+    """Whether the bound is broken with the same confidence. Every observation counts: this only takes away."""
     right, wrong = sum(evidence.right.values()), evidence.wrong
     if wrong == 0:
         return False

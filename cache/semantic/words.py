@@ -28,8 +28,6 @@ _LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word that a mark af
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A question in the forms in which questions are compared."""
-
     words: tuple[str, ...]  # normalized, with their marks; equal for equal questions
     bare: tuple[str, ...]  # normalized, without marks; the rules of `guard` read these
     letters: str  # the whole text, case-folded, without signs, blanks and accents
@@ -37,8 +35,6 @@ class Words:
 
 @dataclass(slots=True)
 class _Chunk:
-    """One word between two blanks and the mark after it."""
-
     body: str
     mark: str
 
@@ -74,7 +70,7 @@ def _reworded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _chunks(text: str) -> list[_Chunk]:
-    """Splits a text at its blanks; empty if a sign may be code, a quotation or another kind of blank."""
+    """Splits at blanks; empty if a sign may be code, a quotation or another kind of blank."""
     found = [_CHUNK.fullmatch(word) for word in text.split(" ") if word]
     return [] if None in found else [_Chunk(each[1], each[2]) for each in found if each is not None]
 
@@ -119,7 +115,7 @@ def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
-    """Whether the first word, at the head of a sentence, is no name, so that its capital carries no meaning."""
+    """Whether the first word of a sentence is no name, so that its capital carries no meaning."""
     first = chunks[0].lower
     after = chunks[1].body if len(chunks) > 1 else ""
     if first in lex.NAMES_TOO:  # such as the name Will
@@ -130,8 +126,7 @@ def _opens(chunks: Sequence[_Chunk]) -> bool:
 
 
 def _starts(chunks: Sequence[_Chunk]) -> list[int]:
-    """Indices at which sentences begin. A full stop after a short or cut word, as in `Dr.`, begins none, because a name
-    may follow."""
+    """Indices at which sentences begin: not after a short or cut word, as in `Dr.`, because a name may follow."""
 
     def ends(chunk: _Chunk) -> bool:
         word = re.fullmatch(r"[a-z]{4,}", chunk.body) is not None and chunk.body not in lex.CUT
@@ -181,8 +176,7 @@ def _expanded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
-    """Removes the question mark of a sentence that its words make a question, and the full stop of a request or a
-    statement."""
+    """Removes the question mark of a question by its words, and the full stop of a request or statement."""
     last = sentence[-1]
     if any(each.mark for each in sentence[:-1]) or not _LAST.fullmatch(last.body):
         return

@@ -11,7 +11,7 @@ from cache.api import BreakerSettings, BreakerState
 
 
 class Breaker:
-    """Opens after a number of failures within a window, probes once after a pause, closes when the probe succeeds."""
+    """Opens after failures within a window, probes once after a pause, closes when the probe succeeds."""
 
     def __init__(self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
@@ -23,7 +23,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """The state as of the last call of a method."""
+        """As of the last call of a method."""
         return self._state
 
     @property
@@ -34,7 +34,7 @@ class Breaker:
             return not closed and self._clock() - self._since < self._settings.cooldown
 
     def allow(self) -> bool:
-        """Whether to send a command now. True in state PROBING makes the caller the probe: it must report."""
+        """True in state PROBING makes the caller the probe: it must report."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return True
@@ -52,7 +52,6 @@ class Breaker:
             self._failures.clear()
 
     def failed(self) -> None:
-        """Records an error, or no answer in time."""
         with self._lock:
             now = self._clock()
             if self._state is BreakerState.PROBING:

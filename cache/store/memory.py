@@ -42,7 +42,7 @@ class MemoryStore:
 
     @property
     def held(self) -> int:
-        """Bytes, including expired entries that no lookup has removed yet."""
+        """Includes expired entries that no lookup has removed yet."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -62,7 +62,6 @@ class MemoryStore:
         return value
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """Sets at once, since nothing here takes time."""
         self._put(_StoredValue(key, self._clock() + ttl, value))
         if key.name not in self._entries:
             return False
@@ -114,7 +113,7 @@ class MemoryStore:
         self._put(_StoredValue(directory, self._clock() + ttl, members=members))
 
     def _take(self, key: CacheKey) -> _StoredValue:
-        """Takes an entry out to be changed and put back, so that its size is counted anew."""
+        """Takes an entry out to change it, so that its size is counted anew."""
         entry = self._live(key) or _StoredValue(key, 0.0)
         self._remove(key.name)
         return entry

@@ -52,7 +52,7 @@ def check_hello(reply: object, sentinels: bool) -> None:
 
 
 def master_address(reply: object) -> Address | None:
-    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
+    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME."""
     match reply:
         case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
             return Address(host.decode("ascii", "replace"), int(port))
@@ -60,7 +60,7 @@ def master_address(reply: object) -> Address | None:
 
 
 class Complaints:
-    """Logs permanent faults, each sentence once an hour. Thread-safe."""
+    """Logs each permanent fault once an hour. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -18,20 +18,18 @@ _MOST = {ord("+"): LINE, ord("-"): LINE, ord(":"): HEADER, ord("$"): HEADER, ord
 
 
 class ReplyRefusedError(Exception):
-    """The reply exceeds its bound or is not RESP2. The connection cannot be used afterwards."""
+    """The connection cannot be used afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error reply, returned like any other reply, also as an element of a list."""
+    """Returned like any other reply, also as an element of a list."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyBounds:
-    """Bounds the elements and the bytes of one reply."""
-
     elements: int = 1  # values and lists, nested ones included
     size: int = LINE  # bytes on the wire
 
@@ -43,7 +41,7 @@ class ReplyProgress(enum.Enum):
 
 
 class ReplyReader:
-    """Parses one reply after another. Holds at most the bytes of one shape and the bytes of one `feed`."""
+    """Holds at most the bytes of one shape and the bytes of one `feed`."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -61,7 +59,6 @@ class ReplyReader:
 
     @property
     def elements(self) -> int:
-        """Elements of the current reply that were parsed so far."""
         return self._elements
 
     @property
@@ -69,7 +66,7 @@ class ReplyReader:
         return bytes(self._data[self._at :])
 
     def begin(self, shape: ReplyBounds) -> None:
-        """Discards the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
+        """Discards the previous reply. Keeps the unparsed bytes."""
         self._shape = shape
         self._elements = self._size = 0
         self._length = None
@@ -100,7 +97,7 @@ class ReplyReader:
         return ReplyProgress.BUSY
 
     def _line(self) -> bytes | None:
-        """Consumes the next line, without its end; None if it is incomplete."""
+        """None if the line is incomplete."""
         if not self.buffered:
             return None
         most = _MOST.get(self._data[self._at])
@@ -119,8 +116,7 @@ class ReplyReader:
         return line
 
     def _begun(self, line: bytes) -> bool | None:
-        """Parses the line that begins an element. Whether the reply is now complete; None if the line's value is
-        incomplete."""
+        """Whether the reply is now complete; None if the line's value is incomplete."""
         mark, rest = line[:1], line[1:]
         if mark == b"+":
             return self._add(rest)
@@ -161,8 +157,7 @@ class ReplyReader:
         return self._add(value)
 
     def _add(self, value: object) -> bool:
-        """Appends a value to the innermost incomplete list, and closes the lists that it completes. Whether the reply
-        is complete."""
+        """Closes the lists that the value completes. Whether the reply is complete."""
         while self._open:
             found, count = self._open[-1]
             found.append(value)

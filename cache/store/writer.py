@@ -21,7 +21,7 @@ class QueuedWrite:
 
 
 class WriteQueue:
-    """Takes a write at once or refuses it. A write that fails is counted and not repeated."""
+    """A write that fails is counted and not repeated."""
 
     def __init__(
         self, flush: Callable[[Sequence[QueuedWrite]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
