@@ -1,5 +1,5 @@
 """Elects the replica that generates an answer: a lease in Redis with a fencing token and a heartbeat. The token names
-the holder's stream, so a holder that was paused past its lease writes without readers."""
+the stream, so a holder that was paused past its lease writes without readers."""
 
 from __future__ import annotations
 

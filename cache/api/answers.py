@@ -1,4 +1,4 @@
-"""Answers: their messages, the question they belong to, and the cache of exact ones.
+"""Messages of an answer, the question they belong to, and the cache of exact ones.
 
 Instants are seconds since the epoch (`time.time`), since values outlive a process; durations are seconds.
 """

@@ -1,5 +1,5 @@
-"""Finds the exported embedder for a server, or makes it in another process: that computes for half a minute in
-libraries that hold the interpreter and cannot be interrupted, so streams would stutter and a server could not stop."""
+"""Finds the exported embedder, or makes it in another process: half a minute in libraries that hold the interpreter and
+cannot be interrupted would let streams stutter."""
 
 from __future__ import annotations
 

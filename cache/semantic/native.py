@@ -1,5 +1,4 @@
-"""Runs the sentence encoder in C (`encoder.c`): compiled once where an embedder is made, loaded where the processor
-supports it. Used by one thread."""
+"""Runs the sentence encoder in C (`encoder.c`), compiled once where an embedder is made. Used by one thread."""
 
 from __future__ import annotations
 

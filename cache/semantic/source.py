@@ -1,6 +1,5 @@
-"""Loads a model with sentence-transformers and writes its weights, tokenizer and shape, and the vectors of the
-reference texts to compare an export with. Runs in a process of `export`, since this alone needs torch; nothing imports
-it."""
+"""Writes a model's weights, tokenizer and shape, and its vectors of the reference texts, by sentence-transformers. Runs
+in a process of `export`, since this alone needs torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stores entries in memory, within a bound of bytes, and drops the least recently used. Used from one event loop;
-answers at once, so that `within` is always kept."""
+"""Stores entries in memory, within a bound of bytes, and drops the least recently used. Used from one event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks on a new connection whether a Redis can keep entries. Knows no client.
+"""Checks on a new connection whether a Redis can keep entries.
 
 `HELLO 2` needs no right of an ACL user, and gives name and value in turns: mode (standalone, sentinel, cluster), role.
 """

@@ -142,8 +142,8 @@ class RedisLink:
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     def values(self, count: int, more: int = 0) -> ReplyBounds:
-        """Bounds a reply with `count` values and `more` other elements. Two values may have the largest stored size; more
-        than two add MEAN bytes each."""
+        """Bounds a reply with `count` values and `more` other elements. Two values may have the largest stored size;
+        more than two add MEAN bytes each."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
         return ReplyBounds(1 + count + more, most + HEADER * (1 + count + more))
 

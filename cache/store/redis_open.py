@@ -1,6 +1,6 @@
 """Opens connections to Redis: to a server, or to the master that sentinels name. With `redis_link` the only module that
-depends on how redis-py behaves, whose defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled
-server. Here nothing is retried."""
+depends on how redis-py behaves, whose defaults wait 3.5 s for a refused port and over 30 s for a stalled server. Here
+nothing is retried."""
 
 from __future__ import annotations
 

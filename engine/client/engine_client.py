@@ -1,8 +1,5 @@
-"""Implements the engine for the front. `supervisor` owns the process, `streams` the requests, `switching` the switches.
-
-All of it belongs to one event loop. `cancel` may be called from a `finally`, since only `start`, `set_optimization`,
-`close` and reading a stream wait.
-"""
+"""The engine for the front, in one event loop. `supervisor` owns the process, `streams` the requests, `switching` the
+switches. `cancel` may be called from a `finally`, since it does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front's half of the engine's switches: what was requested, what a new process gets, and what was reverted."""
+"""The engine's switches: what was requested, what a new process gets, and what was reverted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Loads the vocabulary once and forks the processes that follow grammars, which share it.
+"""Loads the vocabulary once and forks the processes that follow grammars: `python -m engine.constraints.fork_server
+--fd N`.
 
-Run as `python -m engine.constraints.fork_server --fd N`. Each process serves one caller. It is killed when it exceeds a
-bound (processor time by a timer's signal, memory by a resource limit), and never outlives the engine.
+Each process serves one caller. It is killed when it exceeds a bound (processor time by a timer's signal, memory by a
+resource limit), and never outlives the engine.
 """
 
 from __future__ import annotations

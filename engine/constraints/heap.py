@@ -1,5 +1,5 @@
-"""Measures the bytes allocated in this process. llguidance allocates by the C library's malloc, so in a process that
-does nothing else, the growth of the heap is the growth of a grammar."""
+"""Measures the bytes allocated in this process. llguidance allocates by malloc, so in a process that does nothing else,
+the growth of the heap is the growth of a grammar."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Manages the processes that follow grammars, from the engine loop's end: which caller has which process, which
-commands are unanswered, and how each process ended. Between `start` and `close` only `wait` blocks, for at most its
-seconds."""
+"""Manages the processes that follow grammars: which caller has which process, which commands are unanswered, and how
+each process ended. Between `start` and `close` only `wait` blocks, for at most its seconds."""
 
 from __future__ import annotations
 

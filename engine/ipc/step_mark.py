@@ -1,5 +1,5 @@
 """Marks in memory that outlives the engine process which sequences a step runs for: after a death the front reads the
-suspects there. A step costs two stores, and one more for each slot that changes hands."""
+suspects there. A step costs two stores."""
 
 from __future__ import annotations
 

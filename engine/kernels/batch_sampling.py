@@ -1,8 +1,5 @@
 """Wrappers of `sample`, the choice by every parameter for many rows in one launch after each row's own best was found,
-and of `fill`, which sets biases and marks. `sample` needs no scratch.
-
-Order, ties and noise are those of `engine.kernels.sampling`, and so are the tokens.
-"""
+and of `fill`, which sets biases and marks. Order, ties, noise and so tokens are those of `engine.kernels.sampling`."""
 
 from __future__ import annotations
 

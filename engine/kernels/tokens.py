@@ -1,5 +1,4 @@
-"""Wrappers of `head`, `two_pass_head`, `advance`, `start`, `take`: from the last residual to the next token, and on to
-the next step."""
+"""Wrappers of `head`, `two_pass_head`, `advance`, `start`, `take`: from the last residual to the next step."""
 
 from __future__ import annotations
 

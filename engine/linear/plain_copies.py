@@ -1,5 +1,5 @@
-"""Keeps plain copies of four- and eight-bit weights, while memory allows, for products with many rows: there arithmetic
-takes the time, not reading weights, and a library's product is faster than ours."""
+"""Keeps plain copies of four- and eight-bit weights, while memory allows, for products with many rows, where arithmetic
+takes the time and a library's product is faster than ours."""
 
 from __future__ import annotations
 

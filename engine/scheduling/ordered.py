@@ -1,5 +1,5 @@
-"""Keeps (rank, key) pairs in order. Changes search in log n and shift an array of pointers, which for tens of thousands
-takes a few microseconds and leaves no dead entries, unlike a heap."""
+"""Keeps (rank, key) pairs in order. A change searches in log n and shifts an array of pointers: a few microseconds for
+tens of thousands, and no dead entries, unlike a heap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defines the step as data: what a step is to do, and its result. No torch.
+"""Defines the step as data: what a step is to do, and its result.
 
 A plan refers to no live object, so it can be logged, replayed, and sent to several workers. Its parts are msgspec
 structs, which take an eighth of a dataclass's time to build.

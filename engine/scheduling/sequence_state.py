@@ -1,7 +1,5 @@
-"""Mirrors the sequences that hold slots for a runner. No torch.
-
-The scheduler has its own record of each sequence; the two agree because both follow the same plans and results.
-"""
+"""Mirrors the sequences that hold slots for a runner. It agrees with the scheduler's own record because both follow the
+same plans and results."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack.
 
-A sequence is running (it has a slot) or waiting; one that is fetching or parked (its reader is behind) may have no slot
-and does not wait for one.
+Running sequences have a slot. One that is fetching or parked (its reader is behind) may have none and does not wait for
+one.
 """
 
 from __future__ import annotations
