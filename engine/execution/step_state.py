@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.constraints.constraints import Constraints
-from engine.execution.driver import IdleWork
+from engine.execution.ring import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
-from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
+from engine.kernels.build import BuildError, KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
 from engine.kv.kv_cache import KvCache
 from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
+from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
@@ -69,9 +72,32 @@ class Parts:
     idle_work: IdleWork = field(default_factory=IdleWork)
 
     @property
+    def step_weights(self) -> tuple[StepWeights, str | None]:
+        """Returns the model as the kernels of few rows read it, and why it has no coarse copy of the head."""
+        if self.decode.made is None:
+            self.decode.made = few_rows_weights.read(self)
+        return self.decode.made
+
+    @property
     def kernels(self) -> Kernels:
         """Returns the kernels of the GPU that the model is on. Raises BuildError."""
         return self.gpu.open(self.model.placement.device)
+
+
+@contextmanager
+def making() -> Iterator[None]:
+    """Raises Unfit with the reason where an executor cannot be made within."""
+    try:
+        with torch.inference_mode():
+            yield
+    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+        raise Unfit(" ".join(str(failure).split())[:300]) from failure
+
+
+def kernel_switches(why_one_pass: str | None) -> Mapping[str, str | None]:
+    """Returns the options that executors with kernels of our own obey: a step as a graph, the kernels themselves, and a
+    coarse copy of the head."""
+    return {"graphs": None, "fused_kernels": None, "two_pass_head": why_one_pass}
 
 
 def no_gpu(parts: Parts) -> str | None:

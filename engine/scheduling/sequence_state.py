@@ -3,8 +3,9 @@ same plans and results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from engine.api import Constraint, SamplingParams, Stopping
 from engine.errors import EngineFailed
@@ -45,6 +46,30 @@ class SequenceState:
             del self.pages[first:]
             self.page_table_version += 1
         self.pages += pages
+
+
+T = TypeVar("T")
+
+
+class PerSequence(Generic[T]):
+    """What an executor keeps of sequences. Keyed by slot, because executors are not notified when a sequence ends."""
+
+    def __init__(self, make: Callable[[SequenceState], T], *, paged: bool = False) -> None:
+        """`paged`: it is made anew when pages of the sequence were replaced."""
+        self._make = make
+        self._paged = paged
+        self._held: dict[int, tuple[SequenceState, int, T]] = {}
+
+    def of(self, sequence: SequenceState) -> T:
+        """Returns what is kept of the sequence, which is made where there is nothing yet."""
+        held = self._held.get(sequence.slot)
+        version = sequence.page_table_version if self._paged else 0
+        if held is None or held[0] is not sequence or held[1] != version:
+            held = self._held[sequence.slot] = sequence, version, self._make(sequence)
+        return held[2]
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._held.pop(sequence.slot, None)
 
 
 class SequenceTable:

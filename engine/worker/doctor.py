@@ -18,7 +18,6 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.graphs import weights
 from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
 from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
@@ -29,6 +28,7 @@ from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import check, weights_digest
+from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
 from engine.model.transformer import Transformer, kv_shape
@@ -225,7 +225,7 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
                 parts.model.config, _with_products(parts.model.placement, report)
             )
     else:
-        reasons = {"two_pass_head": weights.why_one_pass(parts)}
+        reasons = {"two_pass_head": few_rows_weights.why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
@@ -256,7 +256,7 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
     verifier = Role.VERIFY if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == Role.VERIFY:
-        no_draft = weights.why_not(draft)
+        no_draft = few_rows_weights.why_not(draft)
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 
 

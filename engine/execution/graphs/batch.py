@@ -7,24 +7,23 @@ import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from engine.execution.batch_pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes
-from engine.execution.driver import Recorder, RingPoller, all_entries
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import StepLaunch
+from engine.execution.ring import RingPoller, all_entries
 from engine.execution.router import FEW, Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.step_state import Parts, making
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
 from engine.kernels.attention import LayerAttention
 from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
-from engine.kernels.build import BuildError
+from engine.kernels.capture import Graphs
 from engine.kernels.launch import Launch
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
@@ -58,8 +57,7 @@ class BatchedSteps:
             window: batch_attention.workspace(self._pass.layout, most, grid, device)
             for window in dict.fromkeys(parts.model.config.windows)
         }
-        self._recorder = Recorder(device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
+        self._graphs = Graphs(device)  # by rows, and whether some ask for the sampling stages
         self._poller = RingPoller()
 
     def warmup(self, progress: Progress) -> None:
@@ -69,9 +67,8 @@ class BatchedSteps:
             progress("batches", done, len(self._buckets))
             for sampled in (False, True):
                 # The sampling stages are ours, and need no rehearsal beside the products of as many rows.
-                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=not sampled)
-                self._graphs[rows, sampled] = graph
-                graph.replay()
+                step = partial(self._step, rows, sampled)
+                self._graphs.capture((rows, sampled), step, rehearse=not sampled).replay()
         self._rows.rehearse()
         torch.cuda.synchronize()
         self._report.number.zero_()
@@ -105,11 +102,8 @@ class BatchedSteps:
     def launch(self, launch: StepLaunch) -> None:
         """Enqueues a step of the first `launch.rows` row states."""
         self._poller.launched()
-        sampled = self._rows.sampled(launch.rows)
-        if launch.options.graphs:
-            self._graphs[launch.rows, sampled].replay()
-        else:
-            self._step(launch.rows, sampled)
+        kind = launch.rows, self._rows.sampled(launch.rows)
+        self._graphs.run(kind, partial(self._step, *kind), captured=launch.options.graphs)
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
         return all_entries(self._ring[number % RING, :rows], number)
@@ -118,7 +112,6 @@ class BatchedSteps:
         self._poller.wait()
 
     def close(self) -> None:
-        """Gives the graphs back."""
         torch.cuda.synchronize()
         self._graphs.clear()
 
@@ -174,21 +167,14 @@ class Batched:
 
     lookahead_tokens = 2 * MOST_BATCH_AHEAD + 1
     max_tokens_per_row = MOST_BATCH_AHEAD
-    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
 
     def __init__(self, parts: Parts) -> None:
         buckets = _buckets(parts)
-        try:
-            with torch.inference_mode():
-                self._steps = BatchedSteps(parts, buckets)
-        except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
-            raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            self._steps = BatchedSteps(parts, buckets)
         self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the most rows of a step."""
-        return Capacity(many=self._pipeline.most_rows)
+        self.capacity = Capacity(many=self._pipeline.most_rows)
+        self.switches: Mapping[str, str | None] = {"graphs": None, "fused_kernels": None}
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures the steps of all buckets."""
@@ -200,5 +186,4 @@ class Batched:
         return self._pipeline.step(share.rows, options)
 
     def close(self) -> None:
-        """Gives the graphs back."""
         self._steps.close()

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from engine.api import GREEDY, Stopping
-from engine.execution.driver import Recorder
 from engine.execution.graphs.passes import Pass, PromptChunk, cheapest, passes
 from engine.execution.graphs.prefill import CapturedPasses
 from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
@@ -20,6 +19,7 @@ from engine.execution.step_state import Parts
 from engine.kernels import speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
+from engine.kernels.capture import Graphs
 from engine.kernels.launch import Launch
 from engine.kernels.speculation import Guessing, Verified
 from engine.kernels.tokens import FirstNorm
@@ -104,7 +104,8 @@ class DraftPrefill:
     def __init__(self, draft: Parts) -> None:
         """`draft`: the draft model as if it were served, with the target's sequences."""
         self._parts = draft
-        self._passes = CapturedPasses(draft, SIZES, (1,))
+        self._graphs = Graphs(draft.model.placement.device)
+        self._passes = CapturedPasses(draft, self._graphs, SIZES, (1,))
         self.progress = DraftProgress()
         self._seconds = dict.fromkeys(SIZES, 0.0)  # of a pass
 
@@ -112,9 +113,9 @@ class DraftPrefill:
         """Asks for every kernel that there will be."""
         self._passes.ask()
 
-    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Captures the passes and measures them. Overwrites the first pages."""
-        self._passes.warmup(recorder, progress)
+        self._passes.warmup(progress)
         for size in SIZES:
             count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
             self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
@@ -147,5 +148,4 @@ class DraftPrefill:
         self.progress.computed(sequence, until)
 
     def close(self) -> None:
-        """Gives the graphs back."""
-        self._passes.close()
+        self._graphs.clear()

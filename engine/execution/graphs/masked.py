@@ -1,114 +1,60 @@
 """Steps in which some row has a constraint, as captured graphs of two halves: a mask comes between them.
 
-Its kernels are those of `graph_decode`, which has compiled them. Graphs are captured when they are first wanted, in
-some ten milliseconds each, so that a start does not take longer for what may never be asked for.
+Buckets are made and graphs captured when they are first wanted, in some ten milliseconds each, so that a start does not
+take longer for what may never be asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 
-import torch
-
-from engine.execution.graphs import decode, weights
-from engine.execution.graphs.decode import RowSteps
-from engine.execution.graphs.row_state import StateBlock, TokenMasks, words
+from engine.execution.graphs import decode
+from engine.execution.graphs.chains import Chain, reaches
+from engine.execution.graphs.decode import Bucket, RowSteps
 from engine.execution.pipeline import BUCKETS, Mask, MaskedPipeline, StepLaunch
 from engine.execution.router import Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit
-from engine.kernels.build import BuildError
+from engine.execution.step_state import Parts, kernel_switches, making
 from engine.kernels.launch import Launch
-from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
-from engine.model.layers.few_rows import (
-    StepBuffers,
-    prepare_choice,
-    prepare_layers,
-    prepare_start,
-)
+from engine.model.layers.few_rows import prepare_choice, prepare_layers
 from engine.scheduling.plan import Row, RowResult, Share
 
-MOST_ROWS = BUCKETS[-1]
 why_not = decode.why_not
 
 
-@dataclass(slots=True)
-class MaskedChain:
-    """Launches of kernels, captured when they are first wanted."""
+class MaskedSteps(RowSteps):
+    """Launches halves of steps: the layers, or, given masks, the choice of tokens."""
 
-    launches: tuple[Launch, ...]
-    graph: torch.cuda.CUDAGraph | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedBucket:
-    """The halves of a step of a bucket's rows, and their memory."""
-
-    buffers: StepBuffers
-    state: StateBlock
-    start: Launch
-    sampling: Sampling
-    masks: TokenMasks
-    ring: memoryview  # of 64-bit words [rows · RING]
-    feeding: dict[int, MaskedChain] = field(default_factory=dict)  # by the longest row
-    choosing: dict[str, MaskedChain] = field(default_factory=dict)  # plain, two passes, sampled
-
-
-class MaskedSteps(RowSteps[MaskedBucket]):
-    """Masked steps. Buckets are made and captured when they are first wanted."""
-
-    def _made(self, size: int) -> MaskedBucket:
-        masks = TokenMasks(size, self._weights.head.rows, self._weights.table.device)
-        buffers, state = self._room(size)
-        buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
-        return MaskedBucket(
-            buffers=buffers,
-            state=state,
-            start=prepare_start(self._library, self._weights, buffers),
-            sampling=self._sampling.first(size),
-            masks=masks,
-            ring=words(buffers.progress.ring),
-        )
+    masked = True
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues the layers of the next step, or, given masks, the choice of its tokens."""
-        here, masks = self._current, None if launch.half is None else launch.half.masks
-        if masks is None:
-            self._go(self._layers(here, launch.longest), launch.options)
-            return
-        here.masks.tell(masks)
-        self._poller.launched()
-        self._go(self._choice(here, launch.options), launch.options)
+        here, options = self._current, launch.options
+        if launch.half is not None and launch.half.masks is not None:
+            assert here.masks is not None
+            here.masks.send(launch.half.masks)
+            self._poller.launched()
+            two_pass = options.two_pass_head and self._two_pass and not self._draws
+            chain = self._half(here, (self._draws, two_pass), lambda: self._choice(here, two_pass))
+        else:
+            longest = next(reach for reach in reaches(self._max_context) if reach >= launch.longest)
+            chain = self._half(here, longest, lambda: self._layers(here, longest))
+        self._chains.run(chain, captured=options.graphs)
 
-    def _layers(self, here: MaskedBucket, longest: int) -> MaskedChain:
-        reach = next(length for length in self._lengths if length >= longest)
-        found = here.feeding.get(reach)
+    @staticmethod
+    def _half(here: Bucket, key: tuple[bool, bool] | int, make: Callable[[], tuple[Launch, ...]]) -> Chain:
+        found = here.halves.get(key)
         if found is None:
-            plan = replace(self._plan, longest=reach)
-            found = here.feeding[reach] = MaskedChain(prepare_layers(self._library, self._weights, here.buffers, plan))
+            found = here.halves[key] = Chain(0, make())
         return found
 
-    def _choice(self, here: MaskedBucket, options: StepOptions) -> MaskedChain:
-        two_pass = options.two_pass_head and self._weights.coarse is not None
-        kind = "sampled" if self._draws else "two passes" if two_pass else "plain"
-        found = here.choosing.get(kind)
-        if found is None:
-            plan = replace(self._plan, two_pass=kind == "two passes")
-            draws = here.sampling if self._draws else None
-            found = MaskedChain(prepare_choice(self._library, self._weights, here.buffers, plan, draws))
-            here.choosing[kind] = found
-        return found
+    def _layers(self, here: Bucket, longest: int) -> tuple[Launch, ...]:
+        return prepare_layers(self._library, self._weights, here.buffers, replace(self._plan, longest=longest))
 
-    def _go(self, chain: MaskedChain, options: StepOptions) -> None:
-        if not options.graphs:
-            self._launcher.enqueue(chain.launches)
-            return
-        if chain.graph is None:
-            chain.graph = self._recorder.record(partial(self._launcher.enqueue, chain.launches))
-        chain.graph.replay()
+    def _choice(self, here: Bucket, two_pass: bool) -> tuple[Launch, ...]:
+        draws = here.sampling if self._draws else None
+        return prepare_choice(self._library, self._weights, here.buffers, replace(self._plan, two_pass=two_pass), draws)
 
 
 class Constrained:
@@ -119,25 +65,14 @@ class Constrained:
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts) -> None:
-        with torch.inference_mode():
-            try:
-                read, self._why_one_pass = weights.shared(parts)
-                self._steps = MaskedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
-            except BuildError as failure:
-                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            read, why_one_pass = parts.step_weights
+            self._steps = MaskedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
         self._sequences = parts.sequences
         self._constraints = parts.constraints
         self._pipeline = MaskedPipeline(self._steps, parts.sequences, parts.max_context, self)
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the most rows of a step."""
-        return Capacity(masked=MOST_ROWS)
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it obeys, as `GraphDecode` does."""
-        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+        self.capacity = Capacity(masked=BUCKETS[-1])
+        self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
         """Prepares nothing: most servers are never asked for a constraint."""
@@ -157,5 +92,4 @@ class Constrained:
         return self._constraints.follow(rows, found)
 
     def close(self) -> None:
-        """Gives the graphs back."""
         self._steps.close()

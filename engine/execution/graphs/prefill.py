@@ -15,20 +15,19 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.execution.driver import Mailbox, Recorder
-from engine.execution.graphs import weights as step_weights
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
 from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, passes
 from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.step_state import Parts, Unfit, kernel_switches, making
 from engine.kernels import prefill as ops
 from engine.kernels.attention import LayerAttention
-from engine.kernels.build import BuildError
+from engine.kernels.capture import Graphs, Mailbox
 from engine.kernels.launch import Launch
 from engine.kernels.tokens import Fed
 from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers import few_rows_weights
 from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
@@ -41,15 +40,14 @@ _ROUNDS = 2  # of timing all sizes; the least counts
 class CapturedPasses:
     """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
 
-    def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    def __init__(self, parts: Parts, graphs: Graphs, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
-        self.sizes, self._chunks = sizes, chunks
+        self.sizes, self._chunks, self._graphs = sizes, chunks, graphs
         device = parts.model.placement.device
         self.run = ForwardPass(parts, sizes, chunks[0])
         pages = -(-parts.max_context // PAGE_SIZE)
         self._mailbox = Mailbox(PassLayout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
         self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
-        self._graphs: dict[PassLayout, torch.cuda.CUDAGraph] = {}
         self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
 
     @property
@@ -57,7 +55,7 @@ class CapturedPasses:
         """What the device was sent of the last pass, as `PassLayout` has it."""
         return self._mailbox.arrived
 
-    def warmup(self, recorder: Recorder, progress: Progress) -> None:
+    def warmup(self, progress: Progress) -> None:
         """Compiles and captures every size, and measures what it costs."""
         layouts = [PassLayout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         rehearsed: set[int] = set()  # numbers of tokens that products have
@@ -65,7 +63,7 @@ class CapturedPasses:
             progress("prefill", done, len(layouts))
             self._send_nothing(layout)
             tokens = {layout.size, layout.chunks}
-            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not tokens <= rehearsed)
+            self._graphs.capture(layout, partial(self._forward, layout), rehearse=not tokens <= rehearsed)
             rehearsed |= tokens
         self.costs = self._measured()
         progress("prefill", len(layouts), len(layouts))
@@ -86,7 +84,7 @@ class CapturedPasses:
         self._send_nothing(layout)
         begin, end = event(enable_timing=True), event(enable_timing=True)
         begin.record()
-        self._graphs[layout].replay()
+        self._graphs.run(layout, partial(self._forward, layout))
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
@@ -102,13 +100,7 @@ class CapturedPasses:
         size = next(size for size in self.sizes if one.tokens <= size)
         layout = PassLayout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
         self._mailbox.send(layout.words(one))
-        if options.graphs:
-            self._graphs[layout].replay()
-        else:
-            self._forward(layout)
-
-    def close(self) -> None:
-        self._graphs.clear()
+        self._graphs.run(layout, partial(self._forward, layout), captured=options.graphs)
 
     def _forward(self, layout: PassLayout) -> None:
         arrived, run = self._mailbox.arrived, self.run
@@ -152,38 +144,32 @@ class GraphPrefill:
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
         """`sizes`: those that no step fills are left out."""
         self._parts = parts
-        self._passes = CapturedPasses(parts, filled(sizes, parts.max_batch_tokens), (MOST_CHUNKS, 1))
-        self._recorder = Recorder(parts.model.placement.device)
-        self._why_one_pass: str | None = None
-        self._one = self._first_tokens()
-        vocabulary, device = parts.model.config.vocab_size, parts.model.placement.device
-        self._many = ManyFirstTokens(self._passes.run, vocabulary, device, parts.idle_work)
-
-    def _first_tokens(self) -> FirstTokens | None:
-        """None where the kernels of decode steps do not read this model."""
-        parts = self._parts
-        self._why_one_pass = step_weights.why_not(parts)
-        if self._why_one_pass is not None:
-            return None
-        read, self._why_one_pass = step_weights.shared(parts)
-        fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
-        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences, parts.idle_work)
+        self._graphs = Graphs(parts.model.placement.device)
+        sizes = filled(sizes, parts.max_batch_tokens)
+        self._passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
+        self._one: FirstTokens | None = None  # where the kernels of decode steps read this model
+        why_one_pass = few_rows_weights.why_not(parts)
+        if why_one_pass is None:
+            read, why_one_pass = parts.step_weights
+            fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
+            self._one = FirstTokens(parts.kernels, read, fed, parts.max_sequences, parts.idle_work)
+        vocabulary = parts.model.config.vocab_size
+        self._many = ManyFirstTokens(self._passes.run, vocabulary, self._graphs, parts.idle_work)
+        self.capacity = Capacity(prompts=True)
+        self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures every size. Raises Unfit where that cannot be."""
         try:
-            with torch.inference_mode():
-                self._capture(progress)
-        except (BuildError, torch.OutOfMemoryError) as failure:
+            with making():
+                self._passes.warmup(progress)
+                if self._one is not None:
+                    self._one.warmup()
+                self._many.warmup()
+                torch.cuda.synchronize()
+        except Unfit:
             self.close()
-            raise Unfit(_one_line(failure)) from failure
-
-    def _capture(self, progress: Progress) -> None:
-        self._passes.warmup(self._recorder, progress)
-        if self._one is not None:
-            self._one.warmup(self._recorder)
-        self._many.warmup(self._recorder)
-        torch.cuda.synchronize()
+            raise
 
     def ask(self) -> None:
         """Asks for every kernel that there will be."""
@@ -254,19 +240,8 @@ class GraphPrefill:
             results |= {row.key: result for row, result in zip(rows, read, strict=True)}
         return results
 
-    @property
-    def capacity(self) -> Capacity:
-        """Returns that it takes prompts."""
-        return Capacity(prompts=True)
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it obeys, as `GraphDecode` does."""
-        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
-
     def close(self) -> None:
-        self._passes.close()
-        self._many.close()
+        self._graphs.clear()
         if self._one is not None:
             self._one.close()
 
@@ -276,11 +251,8 @@ def make(parts: Parts) -> GraphPrefill:
     reason = why_not(parts)
     if reason is not None:
         raise Unfit(reason)
-    try:
-        with torch.inference_mode():
-            return GraphPrefill(parts)
-    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
-        raise Unfit(_one_line(failure)) from failure
+    with making():
+        return GraphPrefill(parts)
 
 
 def ask(parts: Parts) -> None:
@@ -291,7 +263,3 @@ def ask(parts: Parts) -> None:
 def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """Returns the sizes that `tokens` tokens fill, or the least of those that hold them."""
     return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
-
-
-def _one_line(failure: BaseException) -> str:
-    return " ".join(str(failure).split())[:300]

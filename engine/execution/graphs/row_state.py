@@ -1,5 +1,5 @@
 """The state of rows that host and device share: blocks that the host writes, of plain rows and of sequences with
-drafts, masks of tokens, and the ring of entries that the device writes into the host's memory."""
+drafts, and masks of tokens."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.execution.driver import Mailbox
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import Mask, RowState
+from engine.kernels.capture import Mailbox
 from engine.model.layers.few_rows import StepBuffers
 from engine.settings import PAGE_SIZE
 
-RING = 64  # entries of a row; more than can be under way
 _WORDS = 7 + MOST_STOPS  # of a row
 
 
@@ -85,18 +84,6 @@ def placed(buffers: StepBuffers, state: StateBlock) -> StepBuffers:
         count=state.count,
     )
     return replace(buffers, places=places, choice=choice, progress=progress)
-
-
-def words(ring: torch.Tensor) -> memoryview:
-    """The ring's memory itself."""
-    held: Any = ring.view(-1).numpy()
-    return memoryview(held).cast("B").cast("q")
-
-
-def entry_of(ring: memoryview, row: int, number: int, size: int = RING) -> int | None:
-    """Returns what the device wrote as that entry of a row; None: it has not come. `size`: entries of a row."""
-    entry = ring[row * size + (number - 1) % size]
-    return entry & 0xFFFFFFFF if entry >> 32 == number else None
 
 
 DRAFT_ROWS: Final = (2, 1)  # of a sequence in a draft model's first step, and in its others
@@ -234,8 +221,8 @@ class TokenMasks:
         """Returns the masks, int32 [rows, words]."""
         return self._mailbox.arrived.view(self._words.shape)
 
-    def tell(self, masks: Mapping[int, Mask]) -> None:
-        """What these rows may choose from here on in the order of the current stream; the others may choose all."""
+    def send(self, masks: Mapping[int, Mask]) -> None:
+        """Sets the masks of these rows, in the order of the current stream; the others may choose every token."""
         if not masks and not self._masked:
             return
         for row in self._masked - masks.keys():

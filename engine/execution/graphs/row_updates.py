@@ -14,10 +14,10 @@ import torch
 
 from engine.execution import device_sampling as sampled
 from engine.execution.batch_pipeline import BatchRow, Changes
-from engine.execution.driver import Mailbox
 from engine.kernels import batch_sampling
 from engine.kernels import rows as states
 from engine.kernels.batch_sampling import Tables
+from engine.kernels.capture import Mailbox
 from engine.kernels.prefill import ProductParts
 from engine.model.layers.many_tokens import ForwardPass
 from engine.sampling.noise import seed_key

@@ -10,24 +10,26 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
-from engine.execution.driver import Mailbox, Recorder, RingPoller
-from engine.execution.graphs.decode import REACHES, Steps, distinct
+from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
+from engine.execution.graphs.decode import Choice
 from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
-from engine.execution.graphs.row_state import VerifyLayout, entry_of, words
+from engine.execution.graphs.row_state import VerifyLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
+from engine.execution.ring import RingPoller, entry_of, words
 from engine.execution.speculation.verifying import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launch, launcher_of
+from engine.kernels.capture import Mailbox
+from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
@@ -48,15 +50,6 @@ _GUESSES = 8  # in a row: a launch of its own takes longer than a short one
 _RESIDENT = 2  # blocks of attention on a multiprocessor: launches of four and more rows have too many for one each
 _TYPICAL = 256, 768  # tokens of sequences whose launches are timed: of two reaches of attention
 _RING = 2 * MOST_VERIFY_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSteps:
-    """The steps of a group, for each way to choose; shortest reach first."""
-
-    plain: tuple[Steps, ...]
-    two_pass: tuple[Steps, ...]  # none without a coarse copy of the head
-    sampled: tuple[Steps, ...]  # for a sequence that needs the sampling stages
 
 
 class VerifyGraphs:
@@ -83,8 +76,7 @@ class VerifyGraphs:
         # `future`: what a draft for measurements knows instead of what was guessed. `draft` None: prompt lookup.
         self._future, self._draft = future, draft
         device = weights.table.device
-        self._launcher = launcher_of(device)
-        self._recorder = Recorder(device)
+        self._chains = Chains(device)
         self._mailbox = Mailbox(layout.size, device)
         self._state = layout.state(self._mailbox.arrived)
         self._state.newest.fill_(-1)
@@ -100,7 +92,8 @@ class VerifyGraphs:
             beside._sampling if beside else sampling.allocate(layout.rows, weights.head.rows, device)
         )
         self._draws = False  # whether the sampling stages are needed
-        self._groups_made: dict[int, GroupSteps] = {}  # by group
+        self._two_pass = weights.coarse is not None
+        self._groups_made: dict[int, dict[Choice, tuple[Chain, ...]]] = {}  # by group; shortest chains first
         self._poller = RingPoller()
 
     def _row_memory(self) -> StepBuffers:
@@ -127,7 +120,7 @@ class VerifyGraphs:
     def build(self, groups: Sequence[int] | None = None) -> None:
         """Makes the steps of these groups, or of all. Raises BuildError."""
         for group in groups or self._groups:
-            self._groups_made[group] = self._chains(group)
+            self._groups_made[group] = self._made(group)
         self._start = self._propose().alone()
 
     def _propose(self) -> Launch:
@@ -151,30 +144,26 @@ class VerifyGraphs:
         gpu = self._library.gpu
         return ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest)
 
-    def _chains(self, group: int) -> GroupSteps:
-        library = self._library
+    def _made(self, group: int) -> dict[Choice, tuple[Chain, ...]]:
+        library, weights = self._library, self._weights
         rows = self._layout.sequences * group
         buffers = self._room.first(rows)
         accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
         ending = (accept,) if self._guessing else (accept, self._propose())
-        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
-
+        lengths = reaches(self._max_context)
         plans = [self._plan(group, longest) for longest in lengths]
-        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
-
-        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            found = []
-            for longest, each, common in zip(lengths, plans, layers, strict=True):
-                each = replace(each, two_pass=two_pass)
-                chain = prepare_step(library, self._weights, buffers, each, how, ending, common)
-                found.append(Steps(longest, (*self._guess(each, group - 1), *chain), {}))
-            return distinct(found)
-
-        return GroupSteps(
-            plain=reaches(None),
-            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
-            sampled=reaches(self._sampling.first(rows)),
-        )
+        layers = [prepare_layers(library, weights, buffers, plan) for plan in plans]
+        choices: list[tuple[Sampling | None, bool]] = [(None, False), (self._sampling.first(rows), False)]
+        choices += [(None, True)] if self._two_pass else []
+        made = {}
+        for draws, two_pass in choices:
+            chains = []
+            for longest, plan, common in zip(lengths, plans, layers, strict=True):
+                plan = replace(plan, two_pass=two_pass)
+                chain = prepare_step(library, weights, buffers, plan, draws, ending, common)
+                chains.append(Chain(longest, (*self._guess(plan, group - 1), *chain)))
+            made[draws is not None, two_pass] = distinct(chains)
+        return made
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
@@ -183,13 +172,17 @@ class VerifyGraphs:
         progress("kernels", 0, 1)
         self.build()
         progress("kernels", 1, 1)
-        made, alone = self._groups_made.values(), self._layout.sequences == 1
+        alone = self._layout.sequences == 1
         wanted = [
-            steps for each in made for steps in (*(each.two_pass or each.plain), *(each.sampled if alone else ()))
+            chain
+            for made in self._groups_made.values()
+            for (draws, two_pass), chains in made.items()
+            if (alone if draws else two_pass == self._two_pass)
+            for chain in chains
         ]
-        for done, steps in enumerate(wanted):
+        for done, chain in enumerate(wanted):
             progress("graphs", done, len(wanted))
-            self._graph(steps).replay()
+            self._chains.capture(chain).replay()
         idle = self._mailbox.arrived[: self._layout.block].cpu().numpy()
         for _ in range(2):  # both of its slots
             self._mailbox.send(idle)
@@ -213,11 +206,11 @@ class VerifyGraphs:
         return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _guessing_seconds(self, group: int, at: int) -> float:
-        longest = next(steps.longest for steps in self._groups_made[group].plain if steps.longest >= self._reach(at))
+        longest = fitting(self._groups_made[group][False, False], self._reach(at)).longest
         guess = self._guess(self._plan(group, longest), group - 1)
         if not guess:
             return 0.0
-        graph = self._recorder.record(lambda: self._launcher.enqueue(guess * _GUESSES))
+        graph = self._chains.graphs.record(lambda: self._chains.launcher.enqueue(guess * _GUESSES))
         return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
 
     def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
@@ -225,7 +218,7 @@ class VerifyGraphs:
         the most tokens that each may come to hold."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         longest = self._pretend(at, drafts)
-        stand = self._recorder.record(lambda: self._stand(at))  # a graph behind other launches begins later
+        stand = self._chains.graphs.record(lambda: self._stand(at))  # a graph behind other launches begins later
         for _ in range(_BEFORE):  # idle rows: while they run, the host gets ahead
             launch(longest)
         found = []
@@ -262,16 +255,10 @@ class VerifyGraphs:
         """Tokens that a sequence which stands `at` may come to hold while it is timed."""
         return min(at + 1 + self._layout.laid, self._max_context)
 
-    def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
-        found = steps.graphs.get(1)
-        if found is None:
-            found = steps.graphs[1] = self._recorder.record(lambda: self._launcher.enqueue(steps.chain))
-        return found
-
     def _enqueue_start(self) -> None:
         if self._start is None:
             raise EngineFailed("no step was built")
-        self._launcher.enqueue([self._start])
+        self._chains.launcher.enqueue([self._start])
 
     def update(self, update: Rewrite | MorePages) -> None:
         """Writes these rows and no others, or tells a row of more pages."""
@@ -316,13 +303,10 @@ class VerifyGraphs:
     def launch(self, launch: StepLaunch) -> None:
         """Enqueues a step of `launch.group` rows a sequence."""
         self._poller.launched()
-        made, options = self._groups_made[launch.group], launch.options
-        plain = made.two_pass if options.two_pass_head and made.two_pass else made.plain
-        steps = next(steps for steps in (made.sampled if self._draws else plain) if steps.longest >= launch.longest)
-        if options.graphs:
-            self._graph(steps).replay()
-        else:
-            self._launcher.enqueue(steps.chain)
+        options = launch.options
+        two_pass = options.two_pass_head and self._two_pass and not self._draws
+        chain = fitting(self._groups_made[launch.group][self._draws, two_pass], launch.longest)
+        self._chains.run(chain, captured=options.graphs)
 
     def poll(self, index: int, number: int) -> int | None:
         return entry_of(self._ring, index, number, _RING)
@@ -331,6 +315,5 @@ class VerifyGraphs:
         self._poller.wait()
 
     def close(self) -> None:
-        """Gives the graphs back."""
         torch.cuda.synchronize()
-        self._groups_made.clear()
+        self._chains.graphs.clear()

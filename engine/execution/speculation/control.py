@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import Proposer
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
 _MEMORY = 0.9  # of what a draft showed, after the next
@@ -50,7 +50,6 @@ class Tally:
 class DraftRecord:
     """How a proposer does on one sequence."""
 
-    sequence: SequenceState
     tally: Tally
     rest: int = 0  # tokens that it rests for, once it does not pay
     resumes_at: int = 0  # length of the sequence at which it is tried again
@@ -65,7 +64,7 @@ class Control:
         """`learns`: where those before did worse than `PRIOR`, no more is expected of a new sequence."""
         self._costs = costs
         self._learns = learns
-        self._records: dict[tuple[str, int], DraftRecord] = {}  # by proposer and slot
+        self._records: dict[str, PerSequence[DraftRecord]] = {}  # by proposer
         self._usual: dict[str, Tally] = {}  # of all sequences, by proposer
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
@@ -119,13 +118,16 @@ class Control:
         return self._record(one).tally.rate
 
     def _record(self, one: Candidate) -> DraftRecord:
-        at = one.proposer.name, one.sequence.slot
-        record = self._records.get(at)
-        if record is None or record.sequence is not one.sequence:
-            tally, usual = Tally(), self._usual.get(one.proposer.name, Tally())
-            tally.accepted = tally.tried * min(tally.rate, usual.rate)
-            record = self._records[at] = DraftRecord(one.sequence, tally)
-        return record
+        name = one.proposer.name
+        records = self._records.get(name)
+        if records is None:
+            records = self._records[name] = PerSequence(lambda sequence: self._new_record(name))
+        return records.of(one.sequence)
+
+    def _new_record(self, proposer: str) -> DraftRecord:
+        tally, usual = Tally(), self._usual.get(proposer, Tally())
+        tally.accepted = tally.tried * min(tally.rate, usual.rate)
+        return DraftRecord(tally)
 
     def _best(self, candidates: Items[Candidate], records: Items[DraftRecord], rows: int, tokens: int) -> list[int]:
         """Drafts grow by whichever token is likeliest to count, as long as anything is; the best of all these steps."""

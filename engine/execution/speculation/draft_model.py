@@ -20,7 +20,7 @@ from engine.kv.kv_cache import KvCache
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput, Transformer
 from engine.sampling.sampler import Sampler
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 from engine.settings import PAGE_SIZE
 
 _CHUNK = 512  # tokens of a prompt that it takes in at once
@@ -32,7 +32,6 @@ class Followed:
     """How far it has computed a sequence."""
 
     sequence: SequenceState
-    page_table_version: int
     computed: int = 0  # tokens of the sequence
     guessed: tuple[int, ...] = ()  # that it computed behind those
 
@@ -57,7 +56,7 @@ class DraftModel:
         self.pool = pool
         self._sampler = sampler
         self._windows = tuple(dict.fromkeys(model.config.windows))
-        self._followed: dict[int, Followed] = {}  # by slot
+        self._followed = PerSequence(Followed, paged=True)
         self._first = self._further = Costs({1: 0.0})  # steps for so many sequences
 
     def measure(self, target: Callable[[], None]) -> None:
@@ -80,12 +79,12 @@ class DraftModel:
             return self._propose(requests)
         except BaseException:
             for request in requests:
-                self._followed.pop(request.sequence.slot, None)
+                self._followed.forget(request.sequence)
             raise
 
     def _propose(self, requests: Items[DraftRequest]) -> list[Draft]:
         drafts: list[list[int]] = [[] for _ in requests]
-        followed = [self._follow(request.sequence) for request in requests]
+        followed = [self._followed.of(request.sequence) for request in requests]
         fed = [self._catch_up(one) for one in followed]
         for depth in range(max(request.most for request in requests)):
             going = [at for at, request in enumerate(requests) if len(drafts[at]) == depth < request.most]
@@ -105,13 +104,6 @@ class DraftModel:
             one.computed = len(one.sequence.token_ids)
             one.guessed = tuple(draft[:-1])
         return [tuple(draft) for draft in drafts]
-
-    def _follow(self, sequence: SequenceState) -> Followed:
-        """Anew where the slot has changed hands or the sequence other pages."""
-        one = self._followed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
-            one = self._followed[sequence.slot] = Followed(sequence, sequence.page_table_version)
-        return one
 
     def _catch_up(self, one: Followed) -> list[int]:
         """Computes all but the last chunk of what it lacks; that chunk."""
@@ -149,5 +141,5 @@ class DraftModel:
         each."""
         pages = list(range(-(-(before + lacked) // PAGE_SIZE)))
         stand_in = SequenceState(-1, -1, [], 0, GREEDY, Stopping(max_tokens=1), None, pages=pages)
-        logits = self._feed([(Followed(stand_in, 0, before), [0] * lacked)] * rows)
+        logits = self._feed([(Followed(stand_in, before), [0] * lacked)] * rows)
         self._sampler.choose([stand_in] * rows, logits)

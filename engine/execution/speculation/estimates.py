@@ -18,7 +18,7 @@ from engine.execution.speculation.control import PRIOR, Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 _PRIOR_RATE = PRIOR[0] / PRIOR[1]  # that a guess is right, when a draft model is tried again
 _LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: a look takes the host some microseconds
@@ -78,7 +78,7 @@ class LookupEstimate:
 
     def __init__(self, lookup: PromptLookup) -> None:
         self._lookup = lookup
-        self._watches: dict[int, LookupWatch] = {}  # by slot
+        self._watches = PerSequence(LookupWatch)
 
     def first(self, sequence: SequenceState, most: int) -> float:
         return 1.0
@@ -87,7 +87,7 @@ class LookupEstimate:
         return 1.0
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        watch, found, length = self._of(sequence), None, len(sequence.token_ids)
+        watch, found, length = self._watches.of(sequence), None, len(sequence.token_ids)
         if watch.guessed_at and length > watch.guessed_at:
             found = watch.compare()
         if not watch.guessed_at and length >= watch.looks_at:
@@ -96,16 +96,10 @@ class LookupEstimate:
         return found
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        self._of(sequence).guessed_at = 0
+        self._watches.of(sequence).guessed_at = 0
 
     def behind(self, sequences: Items[SequenceState]) -> float:
         return 0.0
-
-    def _of(self, sequence: SequenceState) -> LookupWatch:
-        watch = self._watches.get(sequence.slot)
-        if watch is None or watch.sequence is not sequence:
-            watch = self._watches[sequence.slot] = LookupWatch(sequence)
-        return watch
 
 
 class DraftEstimate:
@@ -154,7 +148,6 @@ def can_verify(sequence: SequenceState) -> bool:
 class Stay:
     """What verifying launches with a draft model lost or won a sequence."""
 
-    sequence: SequenceState
     lost: float = 0.0  # seconds against plain steps since it was furthest ahead of them
     left_at: int = 0  # length with which it went back to plain steps; 0: it has not
 
@@ -177,7 +170,7 @@ class PaidDepths:
         self._behind = behind
         self._turn = turn
         self._proposer = proposer
-        self._stays: dict[int, Stay] = {}  # by slot
+        self._stays = PerSequence(lambda sequence: Stay())
 
     def most(self, sequence: SequenceState) -> int:
         if not can_verify(sequence):
@@ -197,14 +190,14 @@ class PaidDepths:
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self._control.observe(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
         if self._behind is not None:
-            stay, plain = self._stay(sequence), self._costs.seconds(1)
+            stay, plain = self._stays.of(sequence), self._costs.seconds(1)
             stay.lost = max(0.0, stay.lost + self._costs.seconds(1 + one.proposed) - (1 + one.accepted) * plain)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
         """A draft model must catch up with the sequence first."""
         if self._behind is None:
             return True
-        plain, stay = self._costs.seconds(1), self._stay(sequence)
+        plain, stay = self._costs.seconds(1), self._stays.of(sequence)
         tokens = len(sequence.token_ids) - (stay.left_at or sequence.prompt_length)  # in plain steps
         if 2 * self._switching(sequence) <= TRYING * plain * tokens:  # as much as that may be lost before it goes
             return True
@@ -221,7 +214,7 @@ class PaidDepths:
         """Returns whether the sequence has lost less than it would by going back and coming again."""
         if self._behind is None or self._reach(sequence) < 1:
             return False
-        return self._stay(sequence).lost < self._switching(sequence)
+        return self._stays.of(sequence).lost < self._switching(sequence)
 
     def rate(self, sequence: SequenceState) -> float:
         """Returns the estimated probability that the next guess is right."""
@@ -232,16 +225,9 @@ class PaidDepths:
         return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
-        stay = self._stay(sequence)
+        stay = self._stays.of(sequence)
         stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
 
     def _switching(self, sequence: SequenceState) -> float:
         """Returns the seconds that it takes to come over, and to go back."""
         return self.behind(sequence) + 2 * self._turn
-
-    def _stay(self, sequence: SequenceState) -> Stay:
-        """Returns the record of the sequence, a new one where another sequence had the slot."""
-        stay = self._stays.get(sequence.slot)
-        if stay is None or stay.sequence is not sequence:
-            stay = self._stays[sequence.slot] = Stay(sequence)
-        return stay

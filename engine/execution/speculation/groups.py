@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.execution.pipeline import GROUPS, VerifiedDraft
 from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, can_verify
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 STAYS = 64  # tokens without a draft: to come and go costs about a step each time
 BEGINNING = 16  # tokens: most texts that repeat anything have done so by then
@@ -124,7 +124,7 @@ class SeveralPolicy:
         self._plain = plain
         self._estimate = estimate
         self._turn = turn
-        self._records: dict[int, LaunchRecord] = {}  # by slot
+        self._records = PerSequence(self._new_record)
         self._step = 0.0  # seconds of a plain step of those that were asked about last
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
@@ -207,10 +207,10 @@ class SeveralPolicy:
             record.add(found)
 
     def _record(self, sequence: SequenceState) -> LaunchRecord:
-        record = self._records.get(sequence.slot)
-        if record is None or record.sequence is not sequence:
-            tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
-            rest = _FIRST_REST if self._estimate.tried else _SEEN_REST
-            record = self._records[sequence.slot] = LaunchRecord(sequence, tokens, rest)
+        record = self._records.of(sequence)
         record.fits = record.fits or can_verify(sequence)  # for good: what is counted before `min_tokens` only ends
         return record
+
+    def _new_record(self, sequence: SequenceState) -> LaunchRecord:
+        tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
+        return LaunchRecord(sequence, tokens, _FIRST_REST if self._estimate.tried else _SEEN_REST)

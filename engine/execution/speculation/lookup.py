@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 SHORTEST, LONGEST = 2, 4  # tokens that must agree, and that are compared
 MOST_PLACES = 16  # earlier ones that a search looks at
@@ -20,6 +20,7 @@ class PairIndex:
 
     def __init__(self, sequence: SequenceState) -> None:
         self.sequence = sequence
+        self.placed_at = self.placed = 0  # length of the sequence at the last search, and what it found
         self._last: dict[tuple[int, int], int] = {}  # pair → place of its second token
         self._before = array("i", (_NONE,))  # place → the same pair's place before that
 
@@ -56,8 +57,7 @@ class PromptLookup:
     name = "prompt_lookup"
 
     def __init__(self) -> None:
-        self._indices: dict[int, PairIndex] = {}  # by slot
-        self._places: dict[int, tuple[int, int]] = {}  # slot → length of the sequence, and its place
+        self._indices = PerSequence(PairIndex)
 
     def measure(self, target: Callable[[], None]) -> None:
         """Measures nothing: a lookup takes a few microseconds."""
@@ -84,11 +84,7 @@ class PromptLookup:
         return tuple(found)
 
     def _place(self, sequence: SequenceState) -> int:
-        index = self._indices.get(sequence.slot)
-        if index is None or index.sequence is not sequence:
-            index = self._indices[sequence.slot] = PairIndex(sequence)
-            self._places.pop(sequence.slot, None)
-        known = self._places.get(sequence.slot)
-        if known is None or known[0] != len(sequence.token_ids):
-            known = self._places[sequence.slot] = len(sequence.token_ids), index.place()
-        return known[1]
+        index, length = self._indices.of(sequence), len(sequence.token_ids)
+        if index.placed_at != length:
+            index.placed_at, index.placed = length, index.place()
+        return index.placed

@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from engine.execution.driver import Recorder
-from engine.execution.graphs import decode, weights
+from engine.execution.graphs import decode
 from engine.execution.graphs.drafting import DeviceDraft, DraftPrefill
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
@@ -23,10 +22,9 @@ from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy,
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer
 from engine.execution.speculation.verifying import VerifyingRows, Way
-from engine.execution.step_state import DecodeWeights, Parts, Unfit
-from engine.kernels.build import BuildError
+from engine.execution.step_state import DecodeWeights, Parts, kernel_switches, making
 from engine.loading.progress import Progress
-from engine.model.layers import many_tokens
+from engine.model.layers import few_rows_weights, many_tokens
 from engine.scheduling.plan import Row, RowResult, Share
 
 NO_DRAFT = "draft-model names none"
@@ -50,7 +48,7 @@ def why_no_draft(parts: Parts) -> str | None:
     if parts.draft is None:
         return NO_DRAFT
     draft = _of_draft(parts, parts.draft)
-    return weights.why_not(draft) or many_tokens.why_not(draft)
+    return few_rows_weights.why_not(draft) or many_tokens.why_not(draft)
 
 
 def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
@@ -68,13 +66,13 @@ def _draft_prefill(parts: Parts) -> DraftPrefill | None:
 def _draft(parts: Parts, behind: DraftPrefill | None) -> DeviceDraft | None:
     if parts.draft is None or behind is None:
         return None
-    read, _ = weights.shared(_of_draft(parts, parts.draft))
+    read, _ = _of_draft(parts, parts.draft).step_weights
     return DeviceDraft(read, behind.compute, behind.progress.computed)
 
 
 def _devices(parts: Parts, behind: DraftPrefill | None) -> dict[int, VerifyGraphs]:
     """Makes the graphs of each pipeline, keyed by its most sequences."""
-    read, _ = weights.shared(parts)
+    read, _ = parts.step_weights
     draft = _draft(parts, behind)
     alone = VerifyGraphs(parts.kernels, read, parts.max_context, draft=draft)
     found = {1: alone}
@@ -98,16 +96,12 @@ class CapturedSpeculation:
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
         """`known` instead of what would be measured."""
         self.costs = known  # of launches, their drafts included; None until they are measured
-        with torch.inference_mode():
-            try:
-                _, self._why_one_pass = weights.shared(parts)
-                self._behind = _draft_prefill(parts)
-                self._devices = _devices(parts, self._behind)
-                self._devices[1].build(GROUPS[:1])
-            except (BuildError, torch.OutOfMemoryError) as failure:
-                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            self._behind = _draft_prefill(parts)
+            self._devices = _devices(parts, self._behind)
+            self._devices[1].build(GROUPS[:1])
+        self.switches = {"speculation": None, **kernel_switches(parts.step_weights[1])}
         self._guesser = None if self._behind is None else parts.draft
-        self._recorder = Recorder(parts.model.placement.device)
         self._sequences = parts.sequences
         self.pipelines = {  # by the most sequences of each
             most: Pipeline(device, parts.sequences, parts.max_context, buckets=(most,), sizes=(1,), settles=False)
@@ -120,7 +114,7 @@ class CapturedSpeculation:
         """Compiles, captures, and measures what a launch costs."""
         with torch.inference_mode():
             if self._behind is not None:
-                self._behind.warmup(self._recorder, progress)
+                self._behind.warmup(progress)
             for device in self._devices.values():
                 device.warmup(progress)
             alone, plain = self._measured()
@@ -194,11 +188,6 @@ class CapturedSpeculation:
         """Returns the launches that were read, by rows of a sequence."""
         return sum((pipeline.read for pipeline in self.pipelines.values()), Counter[int]())
 
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it and the router obey: it is off without kernels of our own."""
-        return {"speculation": None, "graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
-
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return {} if self._rows is None else self._rows.in_flight(rows)
 
@@ -217,7 +206,6 @@ class CapturedSpeculation:
         return found
 
     def close(self) -> None:
-        """Gives the graphs back."""
         for device in self._devices.values():
             device.close()
         if self._behind is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.execution.pipeline import Pipeline, VerifiedDraft
 from engine.execution.router import ALL_OPTIONS, NO_DRAFTS, Drafts, StepOptions, StepRows
 from engine.scheduling.plan import Row, RowResult, Share
-from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.scheduling.sequence_state import PerSequence, SequenceState, SequenceTable
 
 
 class GroupPolicy(Protocol):
@@ -82,35 +81,20 @@ def prefix_length(newest: int) -> int:
     return newest - 1
 
 
-@dataclass(slots=True)
-class _Computed:
-    sequence: SequenceState
-    page_table_version: int
-    tokens: int = 0
-
-
 class DraftProgress:
-    """Keyed by slot, because executors are not notified when a sequence ends."""
+    """How many of each sequence's first tokens have their keys and values in the draft model's pages."""
 
     def __init__(self) -> None:
-        self._computed: dict[int, _Computed] = {}
+        self._computed = PerSequence(lambda sequence: [0], paged=True)
 
     def tokens(self, sequence: SequenceState) -> int:
-        """Returns how many of the sequence's first tokens have their keys and values."""
-        return self._of(sequence).tokens
+        return self._computed.of(sequence)[0]
 
     def computed(self, sequence: SequenceState, until: int) -> None:
         """Notes that its first `until` tokens are computed."""
-        one = self._of(sequence)
-        one.tokens = max(one.tokens, until)
+        count = self._computed.of(sequence)
+        count[0] = max(count[0], until)
 
     def forget(self, sequence: SequenceState) -> None:
         """Notes that none of its tokens is computed for sure."""
-        self._of(sequence).tokens = 0
-
-    def _of(self, sequence: SequenceState) -> _Computed:
-        """Begins anew where another sequence has the slot, or the sequence other pages."""
-        one = self._computed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
-            one = self._computed[sequence.slot] = _Computed(sequence, sequence.page_table_version)
-        return one
+        self._computed.forget(sequence)

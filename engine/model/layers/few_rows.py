@@ -29,6 +29,8 @@ from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress, TwoPasses
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Matrix
 
+MOST_ROWS = 8  # of a step
+
 
 @dataclass(frozen=True, slots=True)
 class StepProduct:

@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.graphs.row_state import RING, entry_of, fill, state_of, words
+from engine.execution.graphs.row_state import fill, state_of
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import RowState
+from engine.execution.ring import RING, entry_of, words
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding
 

@@ -1,94 +1,42 @@
-"""The host's side of a GPU: it records graphs, sends integers to fixed addresses, and waits for entries that steps
-write into pinned memory."""
+"""Graphs that are captured, and integers that are sent to fixed addresses on a GPU."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import EngineFailed
-
-_NAP = 20e-6  # seconds between two looks
-_LOOKS = 64  # after so many the stream is asked, which costs more
+from engine.kernels.build import BuildError
 
 
-class IdleWork:
-    """Short pieces of other work for the host, done while it waits for a long step. The engine loop names them once."""
-
-    def __init__(self) -> None:
-        self.piece: Callable[[], bool] = _nothing
-
-    def __call__(self) -> bool:
-        """Does a piece. Returns whether there was any."""
-        return self.piece()
-
-
-def _nothing() -> bool:
-    return False
-
-
-def all_entries(entries: torch.Tensor, number: int) -> list[int] | None:
-    """Returns flags << 24 | token of each entry, once the device has written all of them under this number."""
-    if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
-        return None
-    found: list[int] = (entries & 0xFFFFFFFF).tolist()
-    return found
-
-
-class RingPoller:
-    """Waits between two looks at a ring of entries. All steps go to torch's current stream."""
-
-    def __init__(self, nap: float = _NAP, idle_work: IdleWork | None = None) -> None:
-        self._nap = nap
-        self._idle_work = idle_work or IdleWork()
-        self._looks = 0
-        self._idle = False  # all that was launched has ended, so its entries are there
-
-    def launched(self) -> None:
-        """Notes that a step is in flight."""
-        self._idle = False
-
-    def wait(self) -> None:
-        """Waits for a moment, or does a piece of other work. Raises EngineFailed where nothing is in flight, and what
-        went wrong on the device."""
-        if self._idle:
-            raise EngineFailed("the device ended its steps without a token")
-        if self._idle_work():
-            return
-        self._looks += 1
-        if self._looks % _LOOKS:
-            time.sleep(self._nap)
-        else:
-            self._idle = torch.cuda.current_stream().query()
-
-
-class Recorder:
-    """Records what is enqueued. Its stream lasts as long as the process."""
+class Graphs:
+    """Captured work by key. All of it is captured on one stream, which lasts as long as the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
+        self._held: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def _own_stream(self) -> torch.cuda.Stream:
-        """Made by the first capture."""
-        from cuda.bindings import driver
+    def run(self, key: Hashable, enqueue: Callable[[], None], *, captured: bool = True) -> None:
+        """Puts the work on torch's current stream: as a graph, captured when it is first wanted, or piece by piece."""
+        if captured:
+            self.capture(key, enqueue).replay()
+        else:
+            enqueue()
 
-        torch.cuda.current_stream(self._device).synchronize()  # so that there is a context
-        status, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        if int(status) != 0:
-            raise EngineFailed(f"no stream to capture on: {status}")
-        made: Any = torch.cuda.ExternalStream  # its stub lacks types
-        stream: torch.cuda.Stream = made(int(handle), self._device)
-        return stream
+    def capture(self, key: Hashable, enqueue: Callable[[], None], *, rehearse: bool = False) -> torch.cuda.CUDAGraph:
+        """Returns the graph of the key, which `enqueue` makes where there is none yet."""
+        found = self._held.get(key)
+        if found is None:
+            found = self._held[key] = self.record(enqueue, rehearse=rehearse)
+        return found
 
     def record(self, enqueue: Callable[[], None], *, rehearse: bool = False) -> torch.cuda.CUDAGraph:
-        """What `enqueue` puts on the current stream. `rehearse`: done once before, on the stream of the capture, for
-        what a library sets up at its first call."""
+        """Captures what `enqueue` puts on the current stream. `rehearse`: it is run once before, on the stream of the
+        capture, for what a library sets up at its first call."""
         graph = torch.cuda.CUDAGraph()
         stream = self._stream = self._stream or self._own_stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -103,6 +51,21 @@ class Recorder:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+    def clear(self) -> None:
+        """Gives all graphs back."""
+        self._held.clear()
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        from cuda.bindings import driver
+
+        torch.cuda.current_stream(self._device).synchronize()  # so that there is a context
+        status, handle = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if int(status) != 0:
+            raise BuildError(f"no stream to capture on: {status}")
+        made: Any = torch.cuda.ExternalStream  # its stub lacks types
+        stream: torch.cuda.Stream = made(int(handle), self._device)
+        return stream
 
 
 _SLOTS = 2  # sendings under way at once
@@ -163,4 +126,4 @@ class _Slot:
 
     def _went(self, answer: tuple[Any]) -> None:
         if answer[0] != 0:
-            raise EngineFailed(f"the GPU takes no copy: {answer[0]}")
+            raise RuntimeError(f"the GPU takes no copy: {answer[0]}")

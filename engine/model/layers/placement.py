@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution.driver import Recorder
 from engine.kernels.build import Kernels
+from engine.kernels.capture import Graphs
 from engine.kernels.launch import Enqueues
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers
 from engine.settings import PAGE_SIZE
@@ -55,7 +55,7 @@ class LayersTimed:
         size = sum(one.matrix.nbytes for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
         self._weights = replace(weights, layers=weights.layers[: max(1, -(-_READ // size))])
         self._library, self._launcher, self._plan = library, launcher, plan
-        self._recorder = Recorder(weights.table.device)
+        self._graphs = Graphs(weights.table.device)
 
     def place_row(self, buffers: StepBuffers) -> None:
         """A row of many tokens, in the first pages of the pool."""
@@ -80,7 +80,7 @@ class LayersTimed:
             for _ in range(max(1, _LAUNCHES // len(chain))):
                 self._launcher.enqueue(chain)
 
-        graph = self._recorder.record(enqueue)
+        graph = self._graphs.record(enqueue)
         event: type[torch.cuda.Event] = torch.cuda.Event
         begin, end = event(enable_timing=True), event(enable_timing=True)
         graph.replay()

@@ -1,0 +1,77 @@
+"""The ring of entries that steps write into pinned memory, and waiting for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from engine.errors import EngineFailed
+
+RING: Final = 64  # entries of a row; more than can be in flight
+_NAP = 20e-6  # seconds between two looks
+_LOOKS = 64  # after so many the stream is asked, which costs more
+
+
+class IdleWork:
+    """Short pieces of other work for the host, done while it waits for a long step. The engine loop names them once."""
+
+    def __init__(self) -> None:
+        self.piece: Callable[[], bool] = _nothing
+
+    def __call__(self) -> bool:
+        """Does a piece. Returns whether there was any."""
+        return self.piece()
+
+
+def _nothing() -> bool:
+    return False
+
+
+def words(ring: torch.Tensor) -> memoryview:
+    """The ring's memory itself."""
+    held: Any = ring.view(-1).numpy()
+    return memoryview(held).cast("B").cast("q")
+
+
+def entry_of(ring: memoryview, row: int, number: int, size: int = RING) -> int | None:
+    """Returns what the device wrote as that entry of a row; None: it has not come. `size`: entries of a row."""
+    entry = ring[row * size + (number - 1) % size]
+    return entry & 0xFFFFFFFF if entry >> 32 == number else None
+
+
+def all_entries(entries: torch.Tensor, number: int) -> list[int] | None:
+    """Returns flags << 24 | token of each entry, once the device has written all of them under this number."""
+    if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
+        return None
+    found: list[int] = (entries & 0xFFFFFFFF).tolist()
+    return found
+
+
+class RingPoller:
+    """Waits between two looks at a ring of entries. All steps go to torch's current stream."""
+
+    def __init__(self, nap: float = _NAP, idle_work: IdleWork | None = None) -> None:
+        self._nap = nap
+        self._idle_work = idle_work or IdleWork()
+        self._looks = 0
+        self._idle = False  # all that was launched has ended, so its entries are there
+
+    def launched(self) -> None:
+        """Notes that a step is in flight."""
+        self._idle = False
+
+    def wait(self) -> None:
+        """Waits for a moment, or does a piece of other work. Raises EngineFailed where nothing is in flight, and what
+        went wrong on the device."""
+        if self._idle:
+            raise EngineFailed("the device ended its steps without a token")
+        if self._idle_work():
+            return
+        self._looks += 1
+        if self._looks % _LOOKS:
+            time.sleep(self._nap)
+        else:
+            self._idle = torch.cuda.current_stream().query()
