@@ -129,16 +129,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Known at the start, so that a reader that stops early has them too."""
-
     cached_tokens: int
     queue: float  # as in Finish
     prefill: float
 
 
 class TokenEvents(NamedTuple):
-    """Tokens that one step added to a sequence; none where it only finishes."""
-
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
     finish: Finish | None = None  # in the last event only
@@ -202,8 +198,6 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """Counts since the engine started, as `cache` makes them."""
-
     counts: tuple[tuple[str, str, int], ...] = ()  # event, its label, how often
     times: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # event, buckets of `cache.counters`, seconds
     breakers: tuple[tuple[str, str], ...] = ()  # connection, state
@@ -276,7 +270,7 @@ class Engine(Protocol):
 
     @property
     def reverted(self) -> Mapping[str, Reverted]:
-        """Switches turned back and not set since, by name."""
+        """Switches turned back and not set since."""
 
     @property
     def reverts(self) -> Mapping[str, int]:
@@ -288,8 +282,7 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Raises EngineUnavailable unless the engine is ready."""
 
-    def unavailable(self) -> EngineUnavailable:
-        """Why the engine is not ready, and when to retry."""
+    def unavailable(self) -> EngineUnavailable: ...
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
         """Returns when it is set. Raises Unsupported for an unknown name."""

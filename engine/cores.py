@@ -17,7 +17,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time of each control group that limits this process (v2: `cpu.max`, v1: `cpu.cfs_quota_us`)."""
+    """Cores' worth of time by each control group (v2: `cpu.max`, v1: `cpu.cfs_quota_us`)."""
     mounted = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -33,8 +33,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _limits(top: Path, path: str) -> Iterator[float]:
-    """Limits of the group and all above it. In a container without a namespace of its own the path is the host's, and a
-    missing file limits nothing."""
+    """In a container without a namespace of its own the path is the host's, and a missing file limits nothing."""
     group = Path(os.path.normpath(top / path.lstrip("/")))  # `..`, where the group lies outside of our namespace
     for folder in {top, *(one for one in (group, *group.parents) if one.is_relative_to(top))}:
         quota, _, period = _text(folder / "cpu.max").partition(" ")

@@ -39,7 +39,7 @@ class EngineFailed(EngineError):
 
 
 class OutOfMemory(EngineError):
-    """A step for this request alone, and for few of its tokens, found no memory."""
+    pass
 
 
 class ConstraintUnmet(EngineError):

@@ -35,8 +35,6 @@ def setting(default: object, help: str = "", **bounds: object) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Chooses the engine, and what it records for finding faults."""
-
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
     hang_timeout: float = setting(
         60.0,

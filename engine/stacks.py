@@ -38,11 +38,9 @@ class StackSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns before it has ended."""
         self._over.set()
 
     def finish(self) -> str:
-        """Waits milliseconds for the thread to end."""
         self.stop()
         self._thread.join()
         return self._text

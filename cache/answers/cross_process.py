@@ -128,8 +128,8 @@ class CrossProcess:
 
 
 class Publisher:
-    """Writes a leader's messages off its path, and keeps its lease. Gives up at the first fault: followers then take
-    over."""
+    """Keeps a leader's lease and writes its messages, off the leader's path. Gives up at the first fault: followers
+    take over."""
 
     def __init__(self, leases: Leases, lease: Lease, heartbeat: float, counter: Counter) -> None:
         self._leases = leases

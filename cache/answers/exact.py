@@ -120,7 +120,6 @@ class ExactCache:
     async def _read(
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
-        """Reads the epoch, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
         keys = [CacheKey(EntryKind.RESPONSE, partition, digest) for digest in digests]

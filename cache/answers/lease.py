@@ -39,7 +39,7 @@ class Lease:
 
 
 class Leases:
-    """Takes, keeps and gives back leases, and carries their streams. All methods raise StoreFault."""
+    """All methods raise StoreFault."""
 
     def __init__(self, urgent: RedisLink, patient: RedisLink, settings: SingleFlightSettings) -> None:
         self._urgent = urgent
@@ -48,8 +48,8 @@ class Leases:
         self._returning: set[asyncio.Task[None]] = set()
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        """The lease in force, and whether it was taken now. Where no answer came within the budget, at most `within`
-        seconds, it may have been taken all the same, and is given back."""
+        """The lease in force, and whether it was taken now. Without an answer in time it may have been taken all the
+        same, and is given back."""
         key = CacheKey(EntryKind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
@@ -117,7 +117,7 @@ class Leases:
         await self._urgent.write(command, ignored)
 
     async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
-        """New messages and the place of the last; waits `block` for the first one."""
+        """New messages and the place of the last; waits `block` for the first."""
         milliseconds = max(1, round(1000 * block))
         entries = await self._patient.read(
             lambda client: client.xread({lease.stream.name: after}, count=MESSAGES, block=milliseconds),
@@ -130,7 +130,6 @@ class Leases:
 
 
 def _entries(reply: object) -> list[tuple[str, bytes]]:
-    """Places and messages of the one stream; an entry without a message has an empty one."""
     streams = reply_as(reply, list[tuple[bytes, list[tuple[bytes, list[bytes]]]]] | None) or []
     found: list[tuple[str, bytes]] = []
     for _, entries in streams[:1]:

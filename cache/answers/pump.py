@@ -70,7 +70,6 @@ class Pump:
 
 
 async def parts_of(generation: Generation) -> AsyncGenerator[AnswerPart, None]:
-    """Yields the parts for one reader; closes the generation."""
     try:
         while True:
             try:

@@ -16,7 +16,7 @@ class Skipper:
         self._text_at = 0
 
     def rest(self, part: AnswerPart) -> AnswerPart | None:
-        """The new rest of the part, if any. Raises Diverged."""
+        """Raises Diverged where the part contradicts what was delivered."""
         ids = self._ids[self._ids_at : self._ids_at + len(part.token_ids)]
         text = self._text[self._text_at : self._text_at + len(part.text)]
         if part.token_ids[: len(ids)] != tuple(ids) or not part.text.startswith(text):

@@ -20,7 +20,7 @@ ATTEMPTS = 2  # a leader and one replacement
 
 
 class _SharedReader:
-    """Reads a shared generation from its beginning; may come to lead it."""
+    """Reads from the beginning; may come to lead."""
 
     def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
         self.generate = generate
@@ -63,7 +63,7 @@ class SharedGeneration:
         return not self.over and self.error is None
 
     def forget_leader(self) -> None:
-        """Ends the cycle of references between the two, or all of the leader's call would wait for a collection."""
+        """Ends a cycle of references, or all of the leader's call would wait for a collection."""
         if not self.busy:
             self._leader = None
 
@@ -166,7 +166,6 @@ class SharedGeneration:
             self._counter.count("flight_replaced")
 
     def _lead(self) -> Generation | None:
-        """Lets the next candidate continue the log. None where all have left."""
         if not self._candidates:
             self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("no request generates")
             return None
@@ -197,7 +196,7 @@ class SingleFlight:
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """Yields the answer's parts from the first. `generate` is called if no other request generates it, or the one
-        that did fails. It must not carry its own request's deadline: readers leave when theirs is over."""
+        that did fails. It must not carry its request's deadline: readers leave when theirs is over."""
         shared = self._shared.get(key.name)
         if shared is None or not shared.joinable:
             shared = self._shared[key.name] = SharedGeneration(self._counter)

@@ -53,8 +53,8 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Parses `redis://[user[:password]@]host[:port][/database]`. Raises ValueError, whose text repeats nothing of
-        the URL, which may hold a password."""
+        """Parses `redis://[user[:password]@]host[:port][/database]`. A ValueError repeats nothing of it, which may hold
+        a password."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss"):
             raise ValueError("redis-url must begin with redis:// or rediss://")

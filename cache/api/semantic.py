@@ -46,7 +46,7 @@ class SemanticLookup:
 
 
 class SemanticCache(Protocol):
-    """Caches answers to similarly worded questions. Nothing here raises."""
+    """Answers similarly worded questions. Nothing here raises."""
 
     def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""

@@ -79,8 +79,6 @@ class SemanticSettings(SemanticOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """Keys and values of what prompts begin with, kept in Redis."""
-
     ttl: float = setting(3600.0, "seconds that a value is kept", **_LIFETIME)
     chunk_bytes: int = setting(1 << 20, "aimed at, of one value", ge=1 << 12, le=1 << 26)
     min_tokens: int = setting(128, "shorter prefixes are computed rather than fetched", ge=16)

@@ -29,7 +29,7 @@ _SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
 
 
 def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = None) -> RespConnection:
-    """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
+    """Raises OSError, RespError, and where nothing can be kept, UnfitError and NotMasterError."""
     where, sentinels = settings.where, settings.sentinel_servers
     context = (tls or TlsFiles(settings)).context()
     address = where.address if sentinels is None else _master(settings, sentinels.addresses, context, deadline)
@@ -57,7 +57,7 @@ def _hello(link: RespConnection, deadline: float) -> object:
 def _master(
     settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
 ) -> Address:
-    """The first sentinel that knows the master answers. Each has its share of the time, since some may be silent."""
+    """The first sentinel that knows the master. Each has its share of the time, since some may be silent."""
     login, name = settings.sentinel_login(), settings.where.address.host.encode()
     for at, address in enumerate(sentinels):
         now = time.monotonic()
@@ -72,8 +72,8 @@ def _master(
 
 
 class BlockConnection:
-    """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels): it continues in
-    the background for the next fetch."""
+    """Used by one thread at a time. Connecting may take longer than a fetch may wait: it continues in the
+    background."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings

@@ -44,7 +44,6 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """Measures a round trip: a command without a payload."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)

@@ -52,7 +52,7 @@ class RespConnection:
         self._socket.close()
 
     def send(self, *words: bytes | memoryview, deadline: float) -> None:
-        """Several commands may be sent before the first answer is read; answers come in the same order."""
+        """Several commands may be sent before the first answer is read."""
         head = bytearray(b"*%d\r\n" % len(words))
         self._socket.settimeout(_left(deadline))
         for word in words:
@@ -66,7 +66,7 @@ class RespConnection:
         self._socket.sendall(head)
 
     def answer(self, deadline: float, shape: ReplyBounds = SHORT) -> object:
-        """Reads a status, number, small value or short list. Raises RespError, also on a reply that exceeds `shape`."""
+        """Reads anything but large values. Raises RespError, also on a reply that exceeds `shape`."""
         reader = ReplyReader()
         reader.begin(shape)
         reader.feed(self._head)
@@ -83,8 +83,8 @@ class RespConnection:
         return reader.reply
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
-        """Reads a value and returns its length, None where the key is absent. `begin` is an earlier deadline for its
-        first bytes. Raises ForeignValueError where the value does not fit, or is no string."""
+        """Returns the value's length, None where the key is absent. `begin` is an earlier deadline for its first bytes.
+        Raises ForeignValueError where the value does not fit, or is no string."""
         line = self._line(deadline if begin is None else begin)
         if line[:1] == b"-":
             word = line[1:].split(b" ", 1)[0].decode("ascii", "replace")

@@ -102,7 +102,6 @@ class RedisBlocks:
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
-        """False where writes are queued after `within` seconds."""
         with self._change:
             return self._change.wait_for(lambda: self._queued == 0, within)
 
@@ -206,7 +205,7 @@ class RedisBlocks:
             self._policy.lost(key.name)
 
     def _probe(self) -> None:
-        """Measures the link with an ECHO if no fetch did lately: a gate that declines fetches gets no other figures."""
+        """Sends an ECHO if no fetch measured the link lately: a gate that declines fetches gets no other figures."""
         if time.monotonic() - self._measured < PROBE_EVERY and self._measured:
             return
         deadline = time.monotonic() + self._settings.timeout

@@ -52,8 +52,6 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Exists only with Redis."""
-
     cross_process: CrossProcess
     link: RedisLink
 
@@ -77,7 +75,6 @@ class Caches:
 
     @property
     def why_no_semantic(self) -> str:
-        """Empty where there is a semantic cache."""
         return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
@@ -87,7 +84,6 @@ class Caches:
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes in this process, by holder."""
         match self._context.store:
             case MemoryStore() as store:
                 return {"memory": store.held}
@@ -101,7 +97,7 @@ class Caches:
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """A request's budget for all its lookups together."""
+        """Covers all lookups of a request together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
@@ -121,8 +117,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """Generates once for all identical requests of the moment. Raises ValueError for questions that are not
-        deterministic. With no allowance left, other replicas are left out."""
+        """Generates once for all identical requests of the moment; with no allowance left, other replicas are left out.
+        Raises ValueError for questions that are not deterministic."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -133,14 +129,14 @@ class Caches:
         return self._single_flight.join(key, partial(self._shared.cross_process.generation, key, generate, within))
 
     def joinable(self, question: Question) -> bool:
-        """Whether `join` might follow a generation under way, here or with Redis in any replica."""
+        """Whether `join` might follow a generation under way, here or in any replica."""
         if self._shared is not None:
             return True
         epoch = self._context.epochs.known(question.tenant) or b""
         return self._single_flight.joinable(self.responses.key(question, epoch, question.max_tokens))
 
     async def flush_tenant(self, tenant: str) -> None:
-        """Makes all of a tenant unreachable on every replica. Raises StoreFault, and has then flushed nothing."""
+        """Acts on every replica. Raises StoreFault, and has then flushed nothing."""
         await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
@@ -171,13 +167,11 @@ class Caches:
             self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
 
     async def loaded(self) -> bool:
-        """Waits; False where the embedder could not be loaded."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         return self._semantic is not None
 
     async def aclose(self) -> None:
-        """Ends generations and threads; writes what can be written in a second."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait([self._loading])

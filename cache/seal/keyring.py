@@ -32,7 +32,6 @@ class SealingKey:
 
     @classmethod
     def of(cls, secret: bytes) -> SealingKey:
-        """The id comes from the secret, so that replicas agree on it."""
         return cls(secret, hashlib.sha256(b"whippet value key id" + secret).digest()[:ID_BYTES])
 
 

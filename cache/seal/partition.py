@@ -73,7 +73,6 @@ class Partitions:
         return CacheKey(EntryKind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
-        """The second half of an entry's name."""
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
     def _of(self, tenant: str, epoch: bytes) -> str:
@@ -88,7 +87,7 @@ def epoch_of(value: bytes | None) -> bytes | None:
 
 
 class Epochs:
-    """A lookup reads a tenant's epoch beside its entry, and corrects it with `learn`."""
+    """A lookup reads a tenant's epoch beside its entry, and corrects it here by `learn`."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Epochs:
         self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was read
 
     def known(self, tenant: str) -> bytes | None:
-        """As last read from the store; may be outdated."""
+        """As last read; may be outdated."""
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
@@ -120,7 +119,7 @@ class Epochs:
             self._known.popitem(last=False)
 
     async def current(self, tenant: str, within: float | None = None) -> bytes:
-        """Reads the store; begins an epoch where there is none. Raises StoreFault."""
+        """Begins an epoch where the store has none. Raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         key = self._partitions.epoch_key(tenant, self._purpose)
         standing = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
@@ -134,8 +133,8 @@ class Epochs:
         return epoch
 
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
-        """At most a second old; where the store does not answer, as last read. Raises StoreFault where it was never
-        read."""
+        """At most a second old; else, where the store does not answer, as last read. Raises StoreFault where it was
+        never read."""
         fresh = self.fresh(tenant)
         if fresh is not None:
             return fresh
@@ -149,7 +148,7 @@ class Epochs:
             return known
 
     async def bump(self, tenant: str) -> None:
-        """Purges a tenant on every replica at once. Raises StoreFault: nothing was purged."""
+        """Purges a tenant on every replica at once, or raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         await self._store.set(self._partitions.epoch_key(tenant, self._purpose), fresh, EPOCH_TTL)
         self.learn(tenant, fresh)

@@ -64,7 +64,7 @@ class CandidateStore:
         return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
-        """None where the text is too short or too long for the embedder to be trusted."""
+        """None where the text is too short or too long to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
@@ -90,7 +90,7 @@ class CandidateStore:
             index.following = asyncio.get_running_loop().create_task(self._catch_up(index), name="semantic follow")
 
     async def nearest(self, index: CandidateIndex, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
-        """Visits the thread once; None where the text is too short or too long."""
+        """Visits the thread once; None as `embed`."""
 
         def work() -> Nearest | None:
             vector = self._embed(text, *bounds)
@@ -111,8 +111,6 @@ class CandidateStore:
         await self._on_worker(partial(index.vectors.add, digest, vector))
 
     async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:
-        """Removes entries that the store no longer has."""
-
         def work() -> None:
             for digest in digests:
                 index.vectors.remove(digest)
@@ -147,7 +145,6 @@ class CandidateStore:
             self._context.counter.count("semantic_follow", "fault")
 
     async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
-        """Reads some members and their entries; True where there may be more."""
         begun = time.monotonic()
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]

@@ -51,7 +51,7 @@ _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Observations of one difference, or of one entry. Times are Unix times in seconds."""
+    """Times are Unix times in seconds."""
 
     right: dict[bytes, int] = field(default_factory=dict)  # caller → right observations
     wrong: int = 0
@@ -62,7 +62,7 @@ class Evidence:
 
     @property
     def counted(self) -> int:
-        """Counts right observations, each caller's capped at 1/CALLERS of the result."""
+        """Each caller's observations are capped at 1/CALLERS of the result."""
         return counted(self.right.values())
 
     def with_one(self, caller: bytes, right: bool) -> Evidence:
@@ -109,7 +109,6 @@ class TenantDay:
     counted: int = 0
 
     def with_one(self, now: float) -> TenantDay | None:
-        """None if the day's limit is reached or `now` lies on an earlier day."""
         day = int(now) // DAY
         if day > self.day:
             return TenantDay(day, 1)
@@ -135,7 +134,6 @@ def counted(shares: Collection[int]) -> int:
 
 
 def chance_above(right: int, wrong: int, error: float) -> float:
-    """Probability that the share of wrong answers exceeds `error`."""
     trials = right + wrong + 1
     # P(share right ≤ 1 − e) of a Beta(s + 1, f + 1) is a tail of a binomial: at most f of n + 1 are wrong.
     total = 0.0

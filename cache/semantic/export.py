@@ -88,7 +88,7 @@ def _made(source: Path | None) -> bool:
 
 
 def _name(digest: str) -> str:
-    """Exports made as if the processor lacked a feature have other names, since other processors do lack it."""
+    """Names differ where the processor is treated as lacking a feature, since others do lack it."""
     return f"{digest[:16]}-hidden" if hidden() else digest[:16]
 
 
@@ -135,8 +135,7 @@ def exported(source: Path | None = None) -> Path:
 
 
 def make_embedder(source: Path, target: Path, *, anywhere: bool = False) -> Path:
-    """Makes the model in `target` if it is not there; `anywhere`: also for processors without VNNI. Raises
-    ExportFailed."""
+    """`anywhere`: also for processors without VNNI. Raises ExportFailed."""
     digest = source_digest(source)
     final = target / _name(digest)
     if (final / MANIFEST).is_file():
@@ -187,7 +186,7 @@ class _Making:
     runtimes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def hold(self, runtime: str, name: str, load: Callable[[Path], Embedder]) -> None:
-        """Enters a runtime into the manifest if its vectors are close to the original's. Raises ExportFailed."""
+        """Enters a runtime whose vectors are close to the original's. Raises ExportFailed."""
         self.runtimes[runtime] = {"digest": f"{self.digest}-{name}"}
         self.write()
         embedder = load(self.folder)
@@ -230,7 +229,7 @@ def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> Non
 def _for_onnxruntime(
     raw: Path, making: _Making, shape: EncoderShape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
 ) -> None:
-    """Tries full range, unless `anywhere`, then the seven bits that keep processors without VNNI from overflowing."""
+    """Unless `anywhere`, tries full range before the seven bits that keep processors without VNNI from overflowing."""
     import onnx
     from onnxruntime.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
         QuantType,

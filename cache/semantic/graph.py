@@ -55,8 +55,6 @@ def read_shape(described: Mapping[str, Any]) -> EncoderShape:
 
 @dataclass(slots=True)
 class _Builder:
-    """Every node has one output, named after its place."""
-
     shape: EncoderShape
     weights: Mapping[str, Array]
     nodes: list[NodeProto] = field(default_factory=list)

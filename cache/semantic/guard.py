@@ -58,7 +58,6 @@ def _numbers(a: Words, b: Words) -> bool:
 
 
 def _form(a: Words, b: Words) -> bool:
-    """Whether only case, signs, blanks or accents separate the two."""
     return a.letters == b.letters
 
 

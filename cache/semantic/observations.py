@@ -27,9 +27,9 @@ _TRIES = 4  # attempts to change a value that another replica changes at the sam
 
 
 def difference(one: str, other: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """Words of each question that the other lacks, and whether the shared ones are reordered; the same for both orders
-    of the arguments. Articles, `not`, `do` and `be` are joined to the next word: that `an` was harmless before `apple`
-    is no evidence for `an` before `iron`."""
+    """Words of each question that the other lacks, and whether the shared ones are reordered; symmetric. Articles,
+    `not`, `do` and `be` are joined to the next word: that `an` was harmless before `apple` is no evidence for `an`
+    before `iron`."""
     a, b = _spoken(one), _spoken(other)
     mine, theirs = Counter(a) - Counter(b), Counter(b) - Counter(a)
     moved = [word for word in a if word not in mine] != [word for word in b if word not in theirs]
@@ -56,11 +56,10 @@ class Observations:
         self._adding = asyncio.Lock()  # within a process, updates do not conflict
 
     def strict(self, entry: CacheKey) -> CacheKey:
-        """Evidence about all pairs with equal words in an entry's directory."""
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS])
 
     def learned(self, tenant: str, entry: CacheKey, one: str, other: str) -> CacheKey:
-        """Evidence about all pairs in an entry's directory that differ as these two do."""
+        """About all pairs in an entry's directory that differ as these two do."""
         kind = self._context.partitions.digest(tenant, b"difference", encode(difference(one, other)))
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS] + kind[:DIRECTORY_DIGITS])
 
@@ -69,12 +68,11 @@ class Observations:
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
 
     def day(self, tenant: str, entry: CacheKey) -> CacheKey:
-        """A tenant's right observations of the day."""
         digest = self._context.partitions.digest(tenant, b"day of evidence")
         return CacheKey(EntryKind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
 
     def open(self, key: CacheKey, sealed: bytes | None) -> Evidence:
-        """Empty evidence, and a counted rejection, if the value is damaged or of another schema."""
+        """Counts a rejection if the value is damaged or of another schema."""
         return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
@@ -82,8 +80,7 @@ class Observations:
         return tuple(map(self.open, keys, values))
 
     async def add(self, key: CacheKey, tenant: str, caller: str, right: bool) -> None:
-        """Ignores the limits per day: for evidence that can only stop an answer from being served. Raises
-        StoreFault."""
+        """Ignores the limits per day: for evidence that can only stop answers. Raises StoreFault."""
         tag = self._tag(tenant, caller)
 
         async def once() -> bool:
@@ -93,7 +90,7 @@ class Observations:
         await self._tried(once)
 
     async def learn(self, key: CacheKey, day: CacheKey, tenant: str, caller: str) -> None:
-        """Adds a right observation, unless a limit in `evidence` excludes it. Raises StoreFault."""
+        """Respects the limits in `evidence`. Raises StoreFault."""
         tag, store = self._tag(tenant, caller), self._context.store
 
         async def once() -> bool:

@@ -58,7 +58,7 @@ class _Read:
 
 
 def _unfit(turn: SemanticTurn) -> str:
-    """Why a question is not eligible, or empty. `fleeting` takes longer and is checked later."""
+    """Empty for an eligible question. `fleeting` takes longer and is checked later."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -138,7 +138,7 @@ class SimilarCache:
         return True
 
     async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """Learns from an audit, and deletes an entry that it finds wrong."""
+        """Deletes an entry that the audit finds wrong."""
         candidate = lookup.candidate
         if candidate is None:
             return
@@ -206,7 +206,6 @@ class SimilarCache:
         epoch: bytes,
         allowance: Allowance,
     ) -> _Read:
-        """Reads the candidates, and evidence of questions of equal words, in one round trip."""
         keys = [CacheKey(EntryKind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
         marks = [self._observations.wrongs(key, strict=True) for key in keys]
         strict = self._observations.strict(keys[0])
@@ -232,7 +231,7 @@ class SimilarCache:
         return _Read(found, self._observations.open(strict, pooled))
 
     async def _decide(self, turn: SemanticTurn, read: _Read, allowance: Allowance) -> SemanticLookup:
-        """Considers all candidates: a vetoed nearest must not hide a second one that is right."""
+        """A vetoed nearest candidate must not hide a second one that is right."""
         first = self._first(turn, read.found)
         if first is None:
             vetoed = next((each.veto for each in read.found if each.veto), "")
@@ -251,7 +250,6 @@ class SimilarCache:
     async def _learned(
         self, turn: SemanticTurn, candidate: AnswerCandidate, bound: tuple[float, float], allowance: Allowance
     ) -> bool:
-        """Whether the difference has proved harmless, and the entry was never wrong."""
         notes, entry = self._observations, candidate.entry
         keys = (
             notes.learned(turn.question.tenant, entry, turn.text, candidate.text),
@@ -264,7 +262,6 @@ class SimilarCache:
     def _first(
         self, turn: SemanticTurn, found: list[_SimilarQuestion]
     ) -> tuple[_SimilarQuestion, AnswerCandidate] | None:
-        """The nearest with equal words, else above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):

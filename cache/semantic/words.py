@@ -70,7 +70,7 @@ def _reworded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _chunks(text: str) -> list[_Chunk]:
-    """Splits at blanks; empty if a sign may be code, a quotation or another kind of blank."""
+    """Empty if a sign may be code, a quotation or another kind of blank."""
     found = [_CHUNK.fullmatch(word) for word in text.split(" ") if word]
     return [] if None in found else [_Chunk(each[1], each[2]) for each in found if each is not None]
 
@@ -115,7 +115,7 @@ def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
-    """Whether the first word of a sentence is no name, so that its capital carries no meaning."""
+    """Whether a sentence's first word is no name, so that its capital means nothing."""
     first = chunks[0].lower
     after = chunks[1].body if len(chunks) > 1 else ""
     if first in lex.NAMES_TOO:  # such as the name Will
@@ -126,7 +126,7 @@ def _opens(chunks: Sequence[_Chunk]) -> bool:
 
 
 def _starts(chunks: Sequence[_Chunk]) -> list[int]:
-    """Indices at which sentences begin: not after a short or cut word, as in `Dr.`, because a name may follow."""
+    """No sentence begins after a short or cut word, as in `Dr.`, because a name may follow."""
 
     def ends(chunk: _Chunk) -> bool:
         word = re.fullmatch(r"[a-z]{4,}", chunk.body) is not None and chunk.body not in lex.CUT
@@ -143,7 +143,6 @@ def _fold_capitals(chunks: list[_Chunk], starts: Sequence[int]) -> None:
 
 
 def _fold_names(chunks: list[_Chunk]) -> None:
-    """Lowercases the names in `lexicon.NAMES` and capitalizes the pronoun `I`."""
     for at, chunk in enumerate(chunks):
         body = chunk.body
         if body.lower() in ("i'm", "i've", "i'll", "i'd"):
@@ -176,7 +175,6 @@ def _expanded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
-    """Removes the question mark of a question by its words, and the full stop of a request or statement."""
     last = sentence[-1]
     if any(each.mark for each in sentence[:-1]) or not _LAST.fullmatch(last.body):
         return

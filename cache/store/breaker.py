@@ -11,8 +11,6 @@ from cache.api import BreakerSettings, BreakerState
 
 
 class Breaker:
-    """Opens after failures within a window, probes once after a pause, closes when the probe succeeds."""
-
     def __init__(self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
@@ -23,12 +21,11 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """As of the last call of a method."""
         return self._state
 
     @property
     def waiting(self) -> bool:
-        """Whether `allow` would be False now. Does not become the probe."""
+        """Does not become the probe, unlike `allow`."""
         with self._lock:
             closed = self._state is BreakerState.CLOSED
             return not closed and self._clock() - self._since < self._settings.cooldown

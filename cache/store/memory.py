@@ -112,7 +112,6 @@ class MemoryStore:
         self._put(_StoredValue(directory, self._clock() + ttl, members=members))
 
     def _take(self, key: CacheKey) -> _StoredValue:
-        """Takes an entry out to change it, so that its size is counted anew."""
         entry = self._live(key) or _StoredValue(key, 0.0)
         self._remove(key.name)
         return entry

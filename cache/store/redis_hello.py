@@ -36,7 +36,7 @@ class UnfitError(Exception):
 
 
 class NotMasterError(Exception):
-    """The server that sentinels named is no master, or not yet."""
+    pass
 
 
 def check_hello(reply: object, sentinels: bool) -> None:
@@ -52,7 +52,6 @@ def check_hello(reply: object, sentinels: bool) -> None:
 
 
 def master_address(reply: object) -> Address | None:
-    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME."""
     match reply:
         case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
             return Address(host.decode("ascii", "replace"), int(port))

@@ -34,15 +34,14 @@ class OddReply(Exception):
 
 
 def reply_as(reply: object, shape: Any) -> Any:
-    """Raises OddReply where the reply is not of the expected type."""
+    """Raises OddReply for another type."""
     try:
         return msgspec.convert(reply, shape)
     except msgspec.ValidationError:
         raise OddReply from None
 
 
-def ignored(reply: object) -> None:
-    """Accepts replies without information."""
+def ignored(reply: object) -> None: ...
 
 
 def of_another_type(error: Exception) -> bool:
@@ -52,8 +51,8 @@ def of_another_type(error: Exception) -> bool:
 
 class Clients:
     """Holds at most `connections` clients. One whose command was interrupted is closed: its late answer would be read
-    as the next command's, and redis-py's own pool loses a connection whose release is cancelled. Connecting, which may
-    take longer than a lookup may wait, continues after it."""
+    as the next command's, and redis-py's own pool loses a connection whose release is cancelled. Connecting continues
+    after a lookup that cannot wait for it."""
 
     def __init__(self, server: RedisEndpoint, wait: float) -> None:
         self._server = server
@@ -160,7 +159,6 @@ class RedisLink:
         return await self._run(self._writes, command, parse, within, shape)
 
     async def aclose(self) -> None:
-        """Later commands raise StoreFault."""
         self._closed = True
         await self._clients.aclose()
 

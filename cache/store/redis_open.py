@@ -116,12 +116,10 @@ class RedisEndpoint:
         return client
 
     def doubt(self) -> None:
-        """The next connection asks for the master again."""
         if self.settings.sentinels:
             self._master = None
 
     def refused(self, error: Exception) -> None:
-        """Logs the error, if only the operator can change it."""
         match error:
             case UnfitError():
                 self._complaints.about(str(error))
@@ -140,8 +138,8 @@ class RedisEndpoint:
         return await asyncio.shield(self._finding)
 
     async def _find(self, wait: float) -> Address:
-        """Asks all sentinels at once, since some may be gone or silent, and takes the first that knows the master. None
-        is cancelled, since a connection that is being made would be left open."""
+        """Asks all sentinels at once, since some may be gone or silent. None is cancelled, since a connection that is
+        being made would be left open."""
         login, sentinels = self.settings.sentinel_login(), self.settings.sentinel_servers
         asked = [] if sentinels is None else [self._ask(one, login, wait) for one in sentinels.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]

@@ -23,8 +23,6 @@ class ReplyRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Returned like any other reply, also as an element of a list."""
-
     text: str
 
 
@@ -81,7 +79,6 @@ class ReplyReader:
         self._data += data
 
     def advance(self, most: int) -> ReplyProgress:
-        """Parses up to `most` elements. Raises ReplyRefusedError."""
         for _ in range(most):
             if self._length is None:
                 line = self._line()
@@ -97,7 +94,6 @@ class ReplyReader:
         return ReplyProgress.BUSY
 
     def _line(self) -> bytes | None:
-        """None if the line is incomplete."""
         if not self.buffered:
             return None
         most = _MOST.get(self._data[self._at])
@@ -157,7 +153,7 @@ class ReplyReader:
         return self._add(value)
 
     def _add(self, value: object) -> bool:
-        """Closes the lists that the value completes. Whether the reply is complete."""
+        """Also closes the lists that the value completes. Whether the reply is complete."""
         while self._open:
             found, count = self._open[-1]
             found.append(value)

@@ -166,7 +166,6 @@ class RedisStore:
         await self._queue.drained()
 
     async def aclose(self) -> None:
-        """Writes what it can in a second, then drops the connections."""
         await self._queue.aclose(CLOSE_WITHIN)
         for link in (self._small, self._bulk, self._admin):
             await link.aclose()
@@ -194,7 +193,6 @@ class RedisStore:
 
 
 def _listing(count: int) -> ReplyBounds:
-    """Names of other programs may be longer than ours."""
     return ReplyBounds(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
@@ -209,7 +207,6 @@ def _scanned(reply: object) -> tuple[int, list[bytes]]:
 
 
 def _listed(reply: object) -> tuple[list[tuple[bytes, float]], int]:
-    """Members with their cursors, and their total number."""
     flat, total = reply_as(reply, tuple[list[bytes], int])
     cursors = [float(score) for score in flat[1::2]]
     if len(cursors) * 2 != len(flat):

@@ -61,7 +61,7 @@ class Child(asyncio.Protocol):
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Sends soon, together with all commands of this turn of the event loop."""
+        """Sends with all commands of this turn of the event loop."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(command))
@@ -80,7 +80,6 @@ class Child(asyncio.Protocol):
         self._process.kill()
 
     def abort(self) -> None:
-        """Drops commands that are still queued."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -195,7 +195,6 @@ class EngineClient:
                 self._profiles.settle(report)
 
     def _change(self, info: ModelInfo) -> str | None:
-        """What this process loaded differently from the front and earlier processes."""
         known = self._info
         texts = self._texts if known is None else known.texts_digest
         if texts is not None and info.texts_digest != texts:
@@ -206,8 +205,7 @@ class EngineClient:
 
 
 def texts_digest(folder: str) -> str:
-    """Digests, before they are read, the files with which prompts are made: the engine process must find the same.
-    Raises InvalidModel."""
+    """Taken before the files are read: the engine process must find the same. Raises InvalidModel."""
     try:
         return of_texts(Path(folder)) if folder else ""
     except BadFile as error:

@@ -138,7 +138,6 @@ class StreamInbox:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
 
     def moved(self) -> None:
-        """Restarts the buffer: another process begins the request anew."""
         self._scores_come = 0
 
     def _not_seen(self, event: Event) -> Event:

@@ -40,7 +40,6 @@ class PendingProfiles:
                 self._send(EndProfile(ticket))
 
     def settle(self, report: Profiled) -> None:
-        """Passes the report to its waiter, if that still waits."""
         answer = self._asked.get(report.ticket)
         if answer is not None and not answer.done():
             answer.set_result(report.stacks)

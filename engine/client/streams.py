@@ -115,7 +115,6 @@ class Streams:
         inbox.drop(error)
 
     def fail(self, error: Callable[[], EngineError]) -> None:
-        """Ends each with an exception of its own."""
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.end(error())
@@ -148,7 +147,6 @@ class Streams:
                 inbox.end(error())
 
     def clear_crash(self) -> None:
-        """Clears all requests of a death that they did not cause."""
         self._lost = {}
 
     def resume(self) -> None:
@@ -187,7 +185,6 @@ class Streams:
         return kept is not None
 
     def _expire(self, inbox: StreamInbox) -> None:
-        """Ends a kept request at its deadline, as the engine would."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()
         if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):

@@ -62,8 +62,7 @@ class EngineListener(Protocol):
     def on_ready(self, info: ModelInfo) -> None:
         """Raises InvalidModel where the engine must not be used: supervision then ends."""
 
-    def on_lost(self) -> None:
-        """The engine and all its state are lost; another is started."""
+    def on_lost(self) -> None: ...
 
     def on_death(self, step: MarkedStep | None) -> None:
         """Gets the unfinished step; None where the process was ended from outside."""
@@ -71,8 +70,7 @@ class EngineListener(Protocol):
     def on_late(self) -> None:
         """Starts keep failing: no request should wait for the next."""
 
-    def on_ended(self) -> None:
-        """No other process is started."""
+    def on_ended(self) -> None: ...
 
     def on_progress(self, progress: LoadProgress) -> None:
         pass
@@ -151,7 +149,7 @@ class Supervisor:
             self._child.send(command)
 
     def kill(self) -> None:
-        """Kills the process; a `close` before or after need not wait for it."""
+        """A `close` before or after need not wait for the process."""
         if self._child is not None:
             self._child.kill()
 
@@ -174,7 +172,6 @@ class Supervisor:
             self.restarts += 1
 
     def _unsupervised(self, task: asyncio.Task[None]) -> None:
-        """Handles the end of restarts: closed, refused, or a defect."""
         self.state = EngineState.STOPPED
         if task.cancelled() or task.exception() is None:
             return
@@ -183,7 +180,6 @@ class Supervisor:
         self._listener.on_ended()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """Runs one process from start to end; returns how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
         short_of_memory = oom_kills()
         begun, self._begun = self._begun, None
@@ -246,7 +242,6 @@ class Supervisor:
         return self._ready_at is not None and now - self._ready_at > _STEADY
 
     def _lose(self) -> None:
-        """Reports the loss before the process has quite ended."""
         now = time.monotonic()
         if self._steady(now) or not self._deaths:
             self._deaths, self._ill_since = 0, now
@@ -260,7 +255,6 @@ class Supervisor:
             self._listener.on_late()
 
     def _hopeless(self, how: str) -> EngineError | None:
-        """The error of start() where another attempt is useless."""
         if self._refusal is not None:
             return self._refusal
         if self._failed_starts < _FIRST_ATTEMPTS:

@@ -36,7 +36,6 @@ class Switching:
         await answer
 
     def settle(self, report: Switched) -> None:
-        """Passes the answer to its waiter, if that still waits."""
         asked = self._asked.pop(report.ticket, None)
         if asked is None:
             if report.refusal is not None:

@@ -108,8 +108,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of STACK bytes; reraises its exception. Raises MemoryError where that finds
-    none."""
+    """Runs `work` in a thread with a stack of STACK bytes; reraises its exception. Raises MemoryError without room for
+    it."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -160,7 +160,6 @@ class _Regex:
             at = self._single(at, sign)
 
     def _single(self, at: int, sign: str) -> int:
-        """Reads one part; returns the index of the next."""
         self._repeats = 0
         if sign == "(":
             self._groups.append(0.0)
@@ -248,8 +247,8 @@ def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
 
 
 def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, int]:
-    """Removes from `names` and returns the name being defined: the last that stands first in its line. Those left
-    belong to the rule before."""
+    """Removes the name being defined from `names`: the last that stands first in its line. Those left belong to the
+    rule before."""
     for index in range(len(names) - 1, -1, -1):
         begin = names[index][1]
         line = text.rfind("\n", 0, begin) + 1
@@ -284,7 +283,6 @@ def _place(text: str, at: int) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
-    """Yields objects and lists with JSON pointer and depth, outer ones first."""
     todo = [("#", 1, schema)] if isinstance(schema, (dict, list)) else []
     while todo:
         pointer, depth, value = todo.pop()
@@ -309,7 +307,7 @@ def _referred(value: dict[str, Any]) -> list[str]:
 
 def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
     """The whole schema and every place that has an anchor or is referred to. A reference with an unknown target counts
-    as one to each of them."""
+    as one to each."""
     targets: dict[str, tuple[str, ...]] = {}
     for reference in references:
         pointer = unquote(reference.rstrip("/")) or "#"

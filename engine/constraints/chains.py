@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 def deepest(nodes: Mapping[str, tuple[int, Iterable[str]]], most: int) -> str | None:
-    """The first node, users before what they use, at which a chain becomes deeper than `most`. `nodes` maps a name to
-    its own depth and the names that it uses. All nodes of a cycle count."""
+    """The first node, users before what they use, at which a chain becomes deeper than `most`. `nodes` have their own
+    depth and the names that they use. All nodes of a cycle count."""
     edges = {name: [used for used in uses if used in nodes] for name, (_, uses) in nodes.items()}
     circles = _circles(edges)
     circle_of = {name: index for index, circle in enumerate(circles) for name in circle}

@@ -70,7 +70,7 @@ class _HeldConstraint:
 
 
 class Constraints:
-    """Tracks the grammars of a runner's sequences. Belongs to the engine loop's thread."""
+    """Belongs to the engine loop's thread."""
 
     def __init__(
         self,
@@ -99,7 +99,6 @@ class Constraints:
     # Called by the loop, outside of steps
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
-        """Starts to compile the grammar and its first mask; see `compiled`."""
         self._begin(key, constraint, stops, forcing, [])
 
     def compiled(self, key: int) -> bool:
@@ -127,7 +126,6 @@ class Constraints:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The fork server, the parent of all other processes."""
         return self._processes.pids if isinstance(self._processes, Processes) else ()
 
     def forget(self, key: int) -> None:
@@ -136,8 +134,7 @@ class Constraints:
             self._leave(held)
 
     def collect(self) -> None:
-        """Takes in arrived answers, without waiting. About once a second, also discards sequences preempted long ago
-        and ends idle processes."""
+        """Never waits. About once a second, also discards sequences preempted long ago and ends idle processes."""
         if not self._held and not self.kept:
             return
         self._processes.wait(0)
@@ -160,7 +157,7 @@ class Constraints:
     # Called by a step
 
     def begin(self, plan: StepPlan) -> None:
-        """Parks the grammars of preempted sequences, and begins or resumes those of admitted ones."""
+        """Parks grammars of preempted sequences, and begins or resumes those of admitted ones."""
         self._followed.clear()
         self._waited = 0.0
         if not plan.released and not plan.admitted:
@@ -194,14 +191,14 @@ class Constraints:
         return held.mask
 
     def expect(self, key: int, draft: Sequence[int]) -> None:
-        """Requests the masks that verify a draft ahead of their use."""
+        """Requests the masks of a draft ahead of their use."""
         held = self._held.get(key)
         if held is not None and draft and held.failed is None and self._trusted(held):
             self._ask_ahead(held, tuple(draft))
 
     def stuck(self, key: int) -> RowResult:
-        """Ends a sequence without any token left: COMPLETE where its grammar may end, otherwise STUCK or COSTLY. A late
-        mask does not end it (LATE)."""
+        """COMPLETE where the grammar may end, otherwise STUCK or COSTLY. A late mask does not end the sequence
+        (LATE)."""
         held = self._held[key]
         if held.late:
             held.late = False
@@ -330,7 +327,6 @@ class Constraints:
         self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, answer)
 
     def _unpark(self, which: Callable[[_HeldConstraint], bool]) -> None:
-        """Discards the selected preempted sequences; their grammars begin anew with a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
@@ -351,7 +347,7 @@ class Constraints:
         return late_at is None or self._clock() - late_at >= DISTRUST
 
     def _awaited(self, held: _HeldConstraint, there: Callable[[], bool]) -> bool:
-        """Waits for `there()` while the caller is trusted and the step has waiting time left; returns its value."""
+        """Waits only while the caller is trusted and the step has waiting time left."""
         if not there():
             self._processes.wait(0)
         while not there():

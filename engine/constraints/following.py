@@ -70,7 +70,6 @@ class Following:
         return sum(one.bytes for one in self._kept.values())
 
     def obey(self, command: Command) -> Iterator[Answer]:
-        """Yields each answer as soon as it is known."""
         before = self._heap()
         self._correct(before)
         grammar = command.grammar if isinstance(command, Begin) else None
@@ -210,7 +209,6 @@ class Following:
                 yield SequenceEnded(key, used)
 
     def _over(self) -> set[int]:
-        """Drops the grammars that exceed a bound; returns their sequences' keys."""
         ended: set[int] = set()
         dropped = False
         for text, one in [*self._kept.items()]:

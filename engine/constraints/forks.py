@@ -25,8 +25,6 @@ _DESCRIPTORS = 64
 
 
 class ForkServer(ABC):
-    """Forks processes on a parent's orders, and reports each one's end."""
-
     def __init__(self, parent: socket.socket) -> None:
         self._parent = parent
         self._pids: dict[int, int] = {}  # key → process, until it is reaped
@@ -41,7 +39,6 @@ class ForkServer(ABC):
         """`code`: the exit code, or minus a signal's number."""
 
     def run(self) -> None:
-        """Serves until the parent closes its socket."""
         self._wakes.setblocking(False)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -115,7 +112,7 @@ def confine(memory: int) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """Limits heap and private mappings to `memory` bytes more than now."""
+    """Counts heap and private mappings."""
     status = Path("/proc/self/status").read_text()
     data = int(status.partition("VmData:")[2].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

@@ -15,22 +15,21 @@ _MOST_STATES: Final = 20_000  # of a lexer, a kilobyte or two each
 
 
 def limits() -> LLParserLimits:
-    """Bounds that end most of what is too complex early. They bound neither the time of a mask (0.7 s was measured) nor
-    memory (160 MB). The library's errors omit what the caller sent, since they may be logged."""
+    """Bounds that end most of what is too complex early, but neither the time of a mask (0.7 s was measured) nor memory
+    (160 MB). Errors omit what the caller sent, since they may be logged."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
 
 
 class Grammars:
-    """Compiles over one vocabulary, read at the first use. Belongs to one thread."""
+    """Reads its vocabulary at the first use. Belongs to one thread."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning; in error where the grammar does not compile. Raises OutOfBounds, and what
-        `read_vocabulary` raises."""
+        """In error where the grammar does not compile. Raises OutOfBounds, and what `read_vocabulary` raises."""
         from llguidance import LLMatcher
 
         check_grammar(grammar)

@@ -50,8 +50,7 @@ class Inline:
             assert self._process is not None
             self._listener.on_answer(self._process, self._answers.popleft())
 
-    def tidy(self) -> None:
-        """There is no process that could be idle."""
+    def tidy(self) -> None: ...
 
     def leave(self, process: ConstraintProcess, key: int) -> None:
         process.keys.discard(key)

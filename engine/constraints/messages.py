@@ -80,7 +80,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class SequenceEnded(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answers End, and commands for a sequence that has failed."""
+    """Answers End, and commands for a failed sequence."""
 
     key: int
     used: int
@@ -111,8 +111,6 @@ class VocabularyLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class VocabularyUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """No constraint can be used with this model."""
-
     message: str
 
 

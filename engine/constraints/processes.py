@@ -97,17 +97,15 @@ class Processes:
 
     @property
     def used(self) -> int:
-        """Bytes of all grammars."""
         return sum(one.used for one in self._all.values())
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The fork server, the parent of all other processes."""
         return () if self._server is None else (self._server.pid,)
 
     def of(self, owner: str) -> ConstraintProcess:
         """The caller's process with the fewest sequences, or a new one. Where no more may be started, a caller without
-        one shares the emptiest of all."""
+        one shares the emptiest."""
         own = [one for one in self.live if one.owner == owner]
         least = min(own, key=lambda one: len(one.keys), default=None)
         if least is not None and (len(least.keys) < _BUSY or len(own) >= self._budget.shares):
@@ -126,7 +124,7 @@ class Processes:
         self._flush(process)
 
     def wait(self, seconds: float) -> None:
-        """Takes in what has arrived; where nothing has, waits for at most `seconds`."""
+        """Waits for at most `seconds` where nothing has arrived."""
         if self._news is None:
             return
         for fd, event in self._poll.poll(seconds * 1000):
@@ -142,7 +140,7 @@ class Processes:
 
     def tidy(self) -> None:
         """Ends long idle processes and kills stuck ones. While all grammars together are too large, ends the one idle
-        longest or, where none is idle, kills the largest."""
+        longest or kills the largest."""
         now = self._clock()
         for process in self.live:
             if not process.keys and not process.asked and now - process.left_at >= self._budget.idle:
@@ -162,7 +160,7 @@ class Processes:
             process.left_at = self._clock()
 
     def end(self, process: ConstraintProcess) -> None:
-        """Closes the socket, at which the process ends and frees its memory."""
+        """Closes the socket, at which the process ends."""
         self._close(process)
         process.used = 0
         process.asked.clear()
@@ -249,7 +247,6 @@ class Processes:
         self.unloadable, self._failed_at = why, self._clock()
 
     def _lost(self) -> None:
-        """All children end with the fork server."""
         if not self.unloadable and not self._loaded:
             self._unloaded("its process died while it loaded the vocabulary")
         lost = [*self._all.values()]
@@ -325,7 +322,6 @@ class Processes:
 
 
 def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[int, ConstraintProcess]) -> None:
-    """Waits for the fork server, which ends with its socket, as its children end with it."""
     news.close()
     for process in processes.values():
         process.socket.close()

@@ -15,7 +15,7 @@ _MARK = "<|end of a constrained answer|>"  # where a tokenizer has no special to
 
 
 class _Bytes:
-    """Bytes as tokens, for engines without a model folder; one more token stands for the end."""
+    """Serves engines without a model folder; one more token stands for the end."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -27,8 +27,8 @@ class _Bytes:
 
 
 def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
-    """Reads a model folder or GGUF file (about a second for large ones), or makes plain bytes where `folder` is empty.
-    The second value is the token whose bit in a mask lets the answer end. Raises OSError or ValueError."""
+    """Takes a folder, a GGUF file or, empty, plain bytes. The second value is the token whose bit in a mask lets the
+    answer end. Raises OSError or ValueError."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not folder:

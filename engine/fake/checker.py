@@ -87,7 +87,6 @@ class PlanChecker:
             self.write(held, ids[:fed])
 
     def _take_back_one(self, held: Computed) -> None:
-        """A later step feeds this token again."""
         held.count -= 1
         self.full[held.state.pages[held.count // PAGE_SIZE]] = None
         held.written = held.digest = _digest(1, held.state.token_ids[: held.count])
@@ -107,7 +106,6 @@ class PlanChecker:
         return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
-        """Writes on from the first uncomputed token."""
         pages, writers, full = held.state.pages, self._writers, self.full
         position, digest = held.count, held.written
         for token_id in token_ids:
@@ -133,7 +131,7 @@ class PlanChecker:
         self.full[page] = digest
 
     def in_place(self, row: Row) -> int:
-        """How many tokens before the row's first are computed in its pages. Changes nothing."""
+        """How many tokens before the row's first its pages hold. Changes nothing."""
         held = self._held[row.slot]
         pages = [*held.state.pages[: row.first_page], *row.pages] if row.pages else held.state.pages
         count, digest = held.count, held.written
@@ -199,7 +197,7 @@ class PlanChecker:
             raise BrokenPlan("a row samples behind the last token, and only there")
 
     def _adopt(self, row: Row, held: Computed) -> None:
-        """Begins, or goes on, with full pages that others computed, as far as they are right."""
+        """Uses full pages that others computed, as far as they are right."""
         if held.count % PAGE_SIZE or row.start % PAGE_SIZE:
             return
         state = held.state

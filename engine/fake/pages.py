@@ -36,8 +36,6 @@ class FakePages:
 
 
 class TrustedPages:
-    """Trusts that pages written to another runner are right."""
-
     def __init__(self, inner: PageAccess, checker: PlanChecker) -> None:
         self._inner = inner
         self._checker = checker

@@ -46,7 +46,6 @@ class Fault(enum.IntEnum):
 
 
 def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
-    """A greedy request without stops, of now; `changes` are further fields."""
     plain = GenerationRequest(
         request_id="",
         token_ids=token_ids,
@@ -170,7 +169,6 @@ class FakeRunner:
         return RowResult(tuple(drawn), tuple(logprobs), count - 1, count - 1)
 
     def _allowed(self, row: Row, held: Computed) -> RowResult:
-        """One allowed id, and those that the constraint then forces."""
         mask, vocabulary = int.from_bytes(self._constraints.mask(row.key), "little"), self._info.vocab_size
         allowed = [token_id for token_id in range(vocabulary) if mask >> token_id & 1]
         if not allowed:

@@ -17,8 +17,7 @@ FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 
 
 class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First frame: what to load, and the folders of made code that the engine's environment names, which may differ
-    from those at its start."""
+    """First frame: what to load, and the folders of made code that the engine's environment names."""
 
     settings: EngineSettings
     folders: dict[str, str] = {}
@@ -66,15 +65,11 @@ class PingEngine(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Samples stacks for `seconds` at most. No answer."""
-
     ticket: int
     seconds: float
 
 
 class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """`Profiled` with the same ticket answers."""
-
     ticket: int
 
 
@@ -89,7 +84,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The engine will never be ready with these settings. The process ends."""
+    """The process ends: it will never be ready with these settings."""
 
     kind: Literal["invalid_model", "unsupported"]
     message: str

@@ -42,7 +42,7 @@ class FrameReader(Generic[_Message]):
         self._rest = bytearray()  # begins with a frame that has not come whole
 
     def feed(self, data: bytes) -> list[_Message]:
-        """Returns complete messages. Raises FrameError where the stream is broken; it cannot be read on."""
+        """Returns complete messages. After a FrameError the stream cannot be read on."""
         if self._rest:
             self._rest += data
             if _frame_end(self._rest, 0) > len(self._rest):
@@ -64,7 +64,7 @@ class FrameReader(Generic[_Message]):
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int:
-    """The frame's end; beyond the data where its length is incomplete."""
+    """Beyond the data where the frame's length is incomplete."""
     if len(data) - start < _HEADER:
         return start + _HEADER + len(data)
     length = int.from_bytes(data[start : start + _HEADER], "big")

@@ -12,7 +12,7 @@ _CHUNK = 256 * 1024  # bytes
 
 
 class EngineLink:
-    """Sends by blocking, since an engine need not run ahead of a front that does not read. Receives by asking."""
+    """Sends by blocking, since an engine need not run ahead of a front that does not read."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)

@@ -19,8 +19,7 @@ class MarkedStep:
 
 
 class StepMark:
-    """Layout: [the key that the step is run for, or none, or several; then by slot the key that holds it], 64 bits
-    each."""
+    """Layout: [the key that the step is run for, none or several; then by slot the key that holds it], 64 bits each."""
 
     def __init__(self, fd: int) -> None:
         """`fd` as `create` made it; the caller closes it."""
@@ -41,7 +40,6 @@ class StepMark:
         self._words[1 + slot] = key
 
     def begin(self, only: int | None) -> None:
-        """Begins a step for `only` this sequence or for all that hold slots."""
         self._words[0] = _SEVERAL if only is None else only
 
     def end(self) -> None:

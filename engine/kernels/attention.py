@@ -46,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Partial results of a row's and head's blocks, which the last block merges; shared by all layers."""
+    """Partial results of a row's and head's blocks, which the last one merges; shared by all layers."""
 
     out: torch.Tensor  # int64 [batch, splits, heads, dim]: a launch's number and a float32
     sums: torch.Tensor  # int64 [batch, splits, heads, 2]: the same of maximum and sum
@@ -95,7 +95,6 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
 
 
 def most_splits(tokens: int) -> int:
-    """The most parts of a context of up to `tokens` tokens."""
     pages = -(-tokens // PAGE)
     return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 

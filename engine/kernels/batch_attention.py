@@ -59,7 +59,7 @@ def why_not(heads: Heads) -> str | None:
 
 
 def grid(heads: Heads, gpu: GpuShape) -> Grid:
-    """Gives a block as many warps as shared memory has rings for, of keys and values in bfloat16."""
+    """Gives a block as many warps as shared memory has rings for, of bfloat16 keys and values."""
     ring = _STAGES * stage_bytes(heads, torch.bfloat16.itemsize)
     warps = min(_WARPS, gpu.shared // ring)
     if warps < 1:
@@ -105,7 +105,6 @@ class BatchAttention:
     window: int | None = None
 
     def plan(self) -> Launch:
-        """Divides the step's pages among the warps of `attend`."""
         values: dict[str, Argument] = {
             "lengths": self.rows.lengths,
             "rows": self.rows.lengths.shape[0],
@@ -147,7 +146,7 @@ class BatchAttention:
         return prepare(self._kernel("attend", order, each, shared), shape, {**values, **CHAIN})
 
     def _kernel(self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0) -> Kernel:
-        """`each`: bytes of a key's or value's number; `shared`: bytes of dynamic shared memory."""
+        """`each`: bytes of a key's or value's number."""
         defines = {
             "OP_Q_HEADS": self.heads.queries,
             "OP_KV_HEADS": self.heads.keys,

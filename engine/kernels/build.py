@@ -133,7 +133,6 @@ def compiler_version() -> str:
 
 
 def default_cache() -> Path:
-    """Keeps machine code between runs, below the setting `cache-dir`."""
     if named := os.environ.get("WHIPPET_CACHE_DIR"):
         return Path(named) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -141,7 +140,6 @@ def default_cache() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Read only, below the setting `prebuilt-dir`."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "kernels" if named else None
 
@@ -231,7 +229,7 @@ class WantedKernels:
 
 
 class KernelLibrary:
-    """Kernels for one GPU, loaded on demand by one thread; other threads compile meanwhile."""
+    """Loads on demand, by one thread; other threads compile meanwhile."""
 
     def __init__(self, arch: str, cache: CubinCache, gpu: GpuShape) -> None:
         self.arch = arch
@@ -243,7 +241,7 @@ class KernelLibrary:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")  # threads begin with the first work
 
     def compile_ahead(self, wanted: Iterable[Source]) -> None:
-        """Compiles new sources in parallel; `kernel` then waits only for its own."""
+        """Compiles new sources in parallel; `kernel` waits only for its own."""
         new = set(wanted) - self._codes.keys()
         for source in sorted(new, key=lambda one: (one[0] not in SLOW, one)):
             self._codes[source] = self._pool.submit(self._compile, source)
@@ -253,7 +251,7 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Waits for a source compiled ahead, else compiles it here. Raises BuildError, which names it."""
+        """Waits for a source compiled ahead, else compiles it. Raises BuildError, which names it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()

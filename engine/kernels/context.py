@@ -12,7 +12,7 @@ STACK = 16  # bytes a thread, the least that the driver takes
 
 def keep_little(device: torch.device) -> None:
     """Gives back the stack that the driver keeps for every thread that the GPU can run: 1 KiB each, 260 MiB of an H100.
-    It serves kernels of unknown need; we have none, and for others the driver makes room by itself."""
+    It serves kernels of unknown need, of which we have none."""
     try:
         from cuda.bindings import driver
     except ImportError:  # the decoders that need it say so

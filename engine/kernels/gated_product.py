@@ -34,8 +34,6 @@ class GatedDivision:
 
 
 def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> GatedDivision:
-    """Chooses the tiles whose waves cost least."""
-
     def cost(tile: int) -> int:
         return _waves(tile, tokens, half, gpu) * (_ceil(columns, _SPAN) * tile + _ENDING)
 

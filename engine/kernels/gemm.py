@@ -53,8 +53,7 @@ class GemmDivision:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """x bfloat16 [tokens, columns]; out bfloat16 [tokens, rows], or float32 [slices, tokens, rows] to be added up where
-    the division has several slices."""
+    """x bfloat16 [tokens, columns]; out bfloat16 [tokens, rows], or float32 [slices, tokens, rows] to be added up."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -72,7 +71,6 @@ def stage_bytes(matrix: MatrixShape, how: GemmDivision) -> int:
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> GemmDivision:
-    """Chooses the blocks that, wave by wave, cost least."""
     return _divide(matrix.shape, tokens, gpu, most_slices)
 
 
@@ -89,7 +87,7 @@ def _divide(matrix: MatrixShape, tokens: int, gpu: GpuShape, most_slices: int) -
 
 
 def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDivision:
-    """Uses as many stages as a block has room for. Raises ValueError where it has none for two."""
+    """Raises ValueError where a block has no room for two stages."""
     size = stage_bytes(matrix, how)
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
     if stages < 2:
@@ -98,7 +96,7 @@ def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDi
 
 
 def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
-    """In stages, or in µs for the wide kernel. Sums of several slices are wider, and are read again to be added."""
+    """In stages, or in µs for the wide kernel. Sums of several slices are wider, and are read again."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
@@ -111,7 +109,7 @@ def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) ->
 
 
 def order(matrix: Matrix, how: GemmDivision) -> Format:
-    """The order of a product's tokens' columns: a format's own, or plain, for which BF16 stands."""
+    """The layout of a product's tokens' columns: a format's own, or BF16 for plain."""
     return matrix.format if how.wide else Format.BF16
 
 

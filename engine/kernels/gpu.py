@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """Numbers on which kernels' definitions and grids depend."""
-
     multiprocessors: int
     shared: int  # bytes of shared memory that a block may ask for
     warpgroups: bool = False  # compute capability 9.0, whose products only its own code has

@@ -50,8 +50,6 @@ class Trigger(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Threads and bytes of dynamic shared memory are a block's."""
-
     grid: tuple[int, int, int]
     threads: int
     shared: int = 0
@@ -69,7 +67,6 @@ class Launch:
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # values as the driver takes them
 
     def __post_init__(self) -> None:
-        """Raises BuildError where the values' names are not the kernel's parameters."""
         object.__setattr__(self, "arguments", self.kernel.arguments(self.values))
 
     def alone(self) -> Launch:
@@ -81,7 +78,7 @@ class Launch:
 
 
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
-    """Binds tensors and numbers by parameter name. Raises BuildError where the names differ."""
+    """Binds tensors and numbers by name. Raises BuildError for other names than the kernel's."""
     plain = {name: _plain(value) for name, value in values.items()}
     held = (value.matrix if isinstance(value, Boxes) else value for value in values.values())
     return Launch(kernel, shape, plain, tuple(one for one in held if isinstance(one, torch.Tensor)))
@@ -101,7 +98,7 @@ class Enqueues(Protocol):
 
 
 class Unlaunched:
-    """Stands in where tensors have no memory: steps are prepared and never run."""
+    """For tensors without memory: steps are prepared and never run."""
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
         pass

@@ -18,7 +18,7 @@ CHAIN = {"trigger": int(Trigger.AT_ENTRY)}  # `step.prepare_step` decides
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A residual stream and what the next norm needs of it; written whole by `linear_residual` and `advance`."""
+    """A residual stream and what its norm needs; written whole by `linear_residual` and `advance`."""
 
     residual: torch.Tensor  # float32 [batch, hidden]
     scaled: torch.Tensor  # bfloat16 [batch, hidden]: residual · gain, not yet divided by the root mean square

@@ -42,7 +42,6 @@ class Division:
 
     @property
     def room(self) -> int:
-        """Tokens of a block, as its warpgroups multiply them."""
         return _ceil(self.tokens, 64) * 64
 
     @property
@@ -68,7 +67,7 @@ def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, sl
 def divide(
     tokens: int, rows: int, columns: int, gpu: GpuShape, most_slices: int = MOST_SLICES, *, gated: bool = False
 ) -> Division | None:
-    """Chooses blocks that the GPU holds at a time and that cost least; None where none serve."""
+    """Chooses the cheapest blocks that the GPU holds at a time, if any serve."""
     least = 2 if tokens > _MOST_WIDE and not gated else 1  # whole results take the library's time, too
     slices = range(least, (1 if gated else min(most_slices, MOST_SLICES, _ceil(columns, _SPAN))) + 1)
     tried = [division(tokens, columns, gpu, *one) for one in product(TILES, PEERS, slices)]

@@ -160,7 +160,7 @@ def kept(heat: torch.Tensor, row: SampledRow) -> torch.Tensor:
 def scores(
     logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
 ) -> torch.Tensor | None:
-    """Scores [vocabulary] whose maximum is one row's token; None where logits are no numbers or no token is left."""
+    """Scores [vocabulary] whose maximum is one row's token, if logits are numbers and a token is left."""
     found = adjusted(logits, row, position, bias, marks)
     if not torch.isfinite(logits).all() or not torch.isfinite(found.max()):
         return None

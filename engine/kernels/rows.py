@@ -74,7 +74,6 @@ class Entering:
 
 
 def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
-    """Where each change begins, then all of them."""
     offsets, at = [], len(told)
     for one in told:
         offsets.append(at)
@@ -128,7 +127,6 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
 
 
 def times(launch: Launch, changes: int) -> Launch:
-    """Repeats `change` for changes of different rows."""
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 
@@ -151,7 +149,6 @@ def pick(library: Kernels, logits: ProductParts, states: RowStates) -> Launch:
 
 
 def finish(library: Kernels, states: RowStates, report: Report) -> Launch:
-    """Moves the chosen tokens into the state and reports them."""
     values: dict[str, Argument] = {
         "best": states.best,
         "token": states.token,

@@ -49,12 +49,10 @@ class SampledRow:
 
     @property
     def heat(self) -> float:
-        """The divisor; 0 is greedy."""
         return max(self.temperature, COLDEST) if self.temperature > 0 else 0.0
 
     @property
     def floor(self) -> float:
-        """The least log-weight that min_p keeps."""
         return float(torch.tensor(self.min_p, dtype=torch.float32).log())
 
     def packed(self, bias: int = 0, marks: int = 0) -> bytes:
@@ -79,7 +77,7 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """State at fixed addresses. The host sets rows, heat, bias and marks between launches."""
+    """The host sets rows, heat, bias and marks between launches."""
 
     rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
     heat: torch.Tensor  # float32 [batch]: the temperature that the head draws with
@@ -101,7 +99,7 @@ class Sampling:
         return Sampling(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
     def place(self, at: int, row: SampledRow) -> None:
-        """Bias or marks of the new owner are set separately."""
+        """Bias and marks of the new owner are set separately."""
         self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
         self.heat[at].zero_()  # the head's draw would not count
 
@@ -117,7 +115,7 @@ class Sampling:
         write_marks(self.marks[at], prompt, output, barred)
 
     def rehearse(self) -> None:
-        """Changes an owner once: torch loads a kernel at its first use, which takes milliseconds."""
+        """torch loads a kernel at its first use, which takes milliseconds."""
         self.set_bias(0, ((0, 0.0),))
         self.set_marks(0, (0,), (0,), (0,))
         self.place(0, SampledRow(temperature=1.0, top_k=1))
@@ -144,8 +142,6 @@ def blocks(vocabulary: int) -> int:
 
 
 def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
-    """The head alone chooses for these rows."""
-
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 

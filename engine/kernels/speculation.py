@@ -84,8 +84,6 @@ def lookup(library: Kernels, state: Verified, places: RowPages, first: FirstNorm
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """Known continuations, from which measurements draft."""
-
     ids: torch.Tensor  # int32, as the history
     chance: float  # that it is right, at each place
 
@@ -114,7 +112,7 @@ def _propose(
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """A draft model's rows, two for each sequence, and its guesses."""
+    """Has two rows for each sequence."""
 
     choice: Choice
     places: RowPages
@@ -130,7 +128,6 @@ def follow(library: Kernels, state: Verified, own: Guessing) -> Launch:
 
 
 def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: int) -> Launch:
-    """Takes guess `number` from a step of `rows` rows a sequence, and lays it out for the next."""
     kernel = library.kernel("draft", "guess", _draft_defines(state, own))
     more: dict[str, Argument] = {"guesses": own.guesses, "rows": rows, "number": number}
     return prepare(

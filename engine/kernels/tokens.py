@@ -59,7 +59,7 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Ro
 
 @dataclass(frozen=True, slots=True)
 class TwoPasses:
-    """The head and its coarse copy, each with its division; both have as many warps."""
+    """Both divisions have the same number of warps."""
 
     plain: Matrix
     plain_tiling: Tiling  # as `head` has it: it is part of the order of its sums
@@ -85,7 +85,7 @@ class TwoPasses:
 
     @property
     def plain_ring(self) -> int:
-        """Stages of the second pass: what fits where the first had its own, but at least a tile."""
+        """Stages that fit where the first pass had its own, but at least a tile."""
         size = tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth)
         fits = tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling) // size
         return min(max(fits, 2), tiling.MOST_STAGES)
@@ -107,7 +107,6 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
 def two_pass_launch(
     library: Kernels, name: str, x: Normed, both: TwoPasses, values: dict[str, Argument], **more: int
 ) -> Launch:
-    """`more`: further definitions of the kernel."""
     first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
     if first.warps != second.warps:
         raise ValueError(f"passes of {first.warps} and {second.warps} warps")
@@ -153,7 +152,6 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
 
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
-    """Embeds the tokens that the host has put into the state."""
     values = {"token": progress.token, "position": places.position, **embedding(first)}
     kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()

@@ -33,8 +33,6 @@ _LEAST = 1e-20  # what squares too small for float32 may hide of a norm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoarseCopy:
-    """A matrix in eight bits and the error bound of its products."""
-
     matrix: Matrix  # INT8_TILES, whole tiles of eight rows
     margins: torch.Tensor  # int32 [rows]: bf16 scale below, above it bf16 bound for an activation of length 1
 
@@ -44,7 +42,6 @@ class CoarseCopy:
 
 
 def why_not(head: Matrix) -> str | None:
-    """Why two passes would gain nothing over one."""
     if head.format is not Format.BF16:
         return f"the head is {head.format.name.lower()} already: a copy in eight bits would be no smaller"
     if head.columns % _SPAN:
@@ -67,8 +64,7 @@ def gamma(columns: int, warps: int) -> float:
 
 
 def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
-    """Copies a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number has no
-    bound: it is always multiplied again."""
+    """`warps` share a product. A row with a value that is no number has no bound: it is always multiplied again."""
     rows, columns, device = head.rows, head.columns, head.data.device
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)

@@ -68,14 +68,13 @@ class PagePool:
         return 0 <= page < self.total and self._holders[page] > 0
 
     def _from_largest(self, count: int) -> list[int]:
-        """Takes pages from the largest free run, leaving half of the rest for the sequence that grows towards it."""
+        """Leaves half of the rest of the largest free run for the sequence that grows towards it."""
         length, start = self._by_size[-1]
         count = min(count, length)
         first = start if start == 0 else start + (length - count) // 2
         return self._carve(start, first, count)
 
     def _carve(self, start: int, first: int, count: int) -> list[int]:
-        """Takes up to `count` pages from `first` on, out of the free run at `start`."""
         end = self._end_of[start]
         last = min(first + count, end)
         self._drop_run(start, end)

@@ -28,7 +28,6 @@ _SCHEMA = b"whippet prefix 1"
 
 
 def kv_identity(info: ModelInfo, layout: BlockLayout) -> bytes:
-    """Covers everything that shapes keys and values beside the request."""
     return repr((info.weights_digest, info.weight_format, info.dtype, layout)).encode()
 
 
@@ -101,18 +100,18 @@ class PrefixIndex:
         return own + sum(count == page.users for page, count in uses.items())
 
     def idle(self, pages: Items[PrefixPage]) -> int:
-        """How many of them have no user, and count as room until they get one."""
+        """How many have no user, and count as room until they get one."""
         return sum(not page.users for page in pages)
 
     # Prefixes
 
     def find(self, sequence: Sequence) -> list[PrefixPage]:
         """The longest known chain with which a sequence without pages may begin. Leaves out its last token, which must
-        be computed to know what comes next."""
+        be computed."""
         return self._known_from(sequence, 0)
 
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
-        """Starts with found pages; the others are to be allocated afterwards."""
+        """Other pages are to be allocated afterwards."""
         sequence.prefix.term = self._term
         if found:
             self._use(sequence, found)
@@ -133,14 +132,14 @@ class PrefixIndex:
         self._pool.release(rest[: len(found)])
 
     def next_page(self, sequence: Sequence) -> bytes | None:
-        """The page that it computes next, where others may begin with that."""
+        """The page that it computes next, if others may begin with that."""
         place = sequence.computed // PAGE_SIZE
         shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
 
     def note(self, sequence: Sequence) -> None:
-        """Indexes the sequence's full pages. Where an equal page is indexed already, it uses that one as well, so that
-        its successors do not outlive it."""
+        """Where an equal page is indexed already, the sequence uses that one as well, so that its successors do not
+        outlive it."""
         prefix = sequence.prefix
         full = sequence.computed // PAGE_SIZE
         if len(prefix.pages) >= full or not self._open(sequence) or not self._hash(sequence, full):
@@ -168,8 +167,8 @@ class PrefixIndex:
         sequence.prefix.made = []
 
     def let_go(self, sequence: Sequence) -> bool:
-        """Releases shared pages that equal the sequence's own, computed by two at the same time. It keeps its own, and
-        its chain no longer grows. False where there are none."""
+        """Releases shared pages that equal the sequence's own, computed at the same time. Its chain no longer grows.
+        False where there are none."""
         prefix = sequence.prefix
         pairs = zip(sequence.pages, prefix.pages, strict=False)
         first = next((place for place, (number, page) in enumerate(pairs) if number != page.number), None)
@@ -185,7 +184,7 @@ class PrefixIndex:
         return True
 
     def chain(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of all full pages with which a sequence may begin; none where it may share nothing."""
+        """Hashes of all full pages with which a sequence may begin, if it may share any."""
         count = (len(sequence.token_ids) - 1) // PAGE_SIZE
         if not self._reads(sequence) or not self._hash(sequence, count):
             return []
@@ -201,7 +200,7 @@ class PrefixIndex:
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
         """Adds the unknown pages of a chain, filled by `fill(places in the chain, pages)`, as far as there is room
-        beside the chain; returns their number."""
+        beside it; returns their number."""
         missing = [place for place, digest in enumerate(chain) if digest not in self._known]
         if not self._enabled or not missing:
             return 0
@@ -244,7 +243,6 @@ class PrefixIndex:
         return found
 
     def _hash(self, sequence: Sequence, count: int) -> bool:
-        """Whether the first `count` pages have their hashes now."""
         hashes, ids = sequence.prefix.hashes, sequence.token_ids
         if len(hashes) >= count:
             return True

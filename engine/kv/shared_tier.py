@@ -97,8 +97,8 @@ class BlockTier:
         return True
 
     def arrived(self) -> list[int]:
-        """Keys of sequences that need not wait any longer. Takes in runs for some milliseconds a call, so that a step
-        is not held up."""
+        """Keys of sequences that need not wait. Takes in runs for some milliseconds a call, so that no step is held
+        up."""
         done: list[int] = []
         now = self._clock()
         while self._fetches and self._clock() < now + TAKE_IN:
@@ -126,7 +126,6 @@ class BlockTier:
             fetch.waiting.pop(key, None)
 
     def _join(self, sequence: Sequence, chain: list[bytes], runs: list[BlockRun], until: float) -> None:
-        """Waits with others for the same head, or queues a fetch."""
         for fetch in self._fetches:
             if fetch.runs[0].hash == runs[0].hash:
                 fetch.waiting[sequence.key] = until
@@ -143,7 +142,6 @@ class BlockTier:
         fetch.coming = self._store.fetch(fetch.partition, fetch.runs, fetch.buffers, within)
 
     def _take_in(self, fetch: _Fetch, fetched: Fetched) -> bool:
-        """Indexes one more run; False once there is none left."""
         if fetch.taken >= fetched.runs:
             return False
         start = fetch.pages_before + fetch.taken * self._per_run
@@ -166,7 +164,6 @@ class BlockTier:
     # Writing
 
     def begun(self, sequence: Sequence) -> None:
-        """A first token shows that the prompt was used, and its speed."""
         self._measure(sequence)
         if not self._enabled or sequence.prompt_length < self._store.run_tokens:
             return

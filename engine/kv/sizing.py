@@ -19,8 +19,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """`lacking` states what a whole context would take, where there is no room for one and no setting asked for
-    less."""
+    """`lacking` states what a whole context would take, where it has no room and no setting asked for less."""
 
     pages: int
     max_context: int  # tokens
@@ -64,7 +63,6 @@ def make_room(
 
 
 def _share(free: int, placement: Placement, whole: int) -> int:
-    """`whole`: bytes for one sequence of the longest context."""
     if placement.device.type == "cuda":
         return max(int(free * CUDA_SHARE) - CUDA_KEPT, 0)
     return max(min(CPU_MOST, int(free * CPU_SHARE)), min(whole, int(free * CPU_ONE_SHARE)))

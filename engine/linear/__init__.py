@@ -36,8 +36,7 @@ class Placement:
 
     @property
     def activations(self) -> Placement:
-        """Where inputs, outputs, keys and values lie. Float32 on a CPU whatever the weights are, so that the order of a
-        sum never becomes a visible difference."""
+        """Float32 on a CPU whatever the weights are, so that the order of a sum never becomes a visible difference."""
         return Placement(torch.float32, self.device) if self.device.type == "cpu" else self
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
@@ -50,8 +49,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Names that one linear is read from, and its shape."""
-
     prefixes: tuple[str, ...]
     out_features: tuple[int, ...]  # one a prefix
     in_features: int

@@ -54,8 +54,6 @@ class PreparedProduct:
 
 
 class Cublas:
-    """Wraps the library that torch has loaded, on one device."""
-
     def __init__(self, device: torch.device) -> None:
         try:
             self._library: Any = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
@@ -68,7 +66,6 @@ class Cublas:
 
     @property
     def name(self) -> str:
-        """Names this GPU and this version of the library, for files."""
         get = self._library.cublasLtGetVersion
         get.restype = ctypes.c_size_t
         gpu = torch.cuda.get_device_name(self._workspace.device)

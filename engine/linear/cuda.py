@@ -25,14 +25,12 @@ class _Ready:
 
 
 class CudaKernels:
-    """Opens the matrix kernel with the first product."""
-
     def __init__(self) -> None:
         self._ready: _Ready | None = None
         self._tried = False
 
     def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """x · Wᵀ + bias; None where the kernel does not serve."""
+        """None where the kernel does not serve."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return None
         ready = self._open(x.device)

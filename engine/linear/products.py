@@ -67,7 +67,6 @@ class CpuProducts:
     rows stand beside it. Uses as many threads as torch at most."""
 
     def __init__(self, library: Path, walkers: int = 1) -> None:
-        """`walkers`: the most threads of a walk of `walk.c`."""
         self.library: Any = ctypes.CDLL(str(library))
         self.block = int(self.library.outputs_a_block())  # outputs that lie together
         self.walkers = walkers
@@ -166,7 +165,6 @@ def _compiler() -> str:
 
 
 def _compile(units: tuple[str, ...], room: str) -> Path:
-    """Compiles with threads if the compiler has them. Raises NoProducts."""
     compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):

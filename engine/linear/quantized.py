@@ -45,8 +45,6 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> Linea
 
 
 def loader_of(read: Reader) -> LinearLoader:
-    """Stacks what `read` returns and lays it out for its device."""
-
     kernels = CudaKernels()
 
     def load(source: TensorSource, projection: Projection, placement: Placement) -> Linear:

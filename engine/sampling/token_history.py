@@ -10,8 +10,6 @@ from engine.scheduling.sequence_state import SequenceState
 
 
 class TokenHistory:
-    """Whether a token occurred in a slot at all, and how often it was generated."""
-
     def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device

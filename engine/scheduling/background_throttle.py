@@ -50,8 +50,6 @@ class _StepCost:
 
 
 class BackgroundThrottle:
-    """Chooses before each step with an interactive sequence, and measures the step."""
-
     def __init__(self) -> None:
         self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
         self._others = 0  # rows of those when they were measured
@@ -69,9 +67,9 @@ class BackgroundThrottle:
         self._began, self._settling = None, _SETTLING
 
     def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
-        """The sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background sequence
-        that by its wait ranks before an interactive one is not throttled. While `changes` is the same, so are
-        `sequences`: examining hundreds takes as long as a step of a few."""
+        """How many prompt tokens, and which of `sequences` (lowest rank first) to feed. A background sequence that by
+        its wait ranks before an interactive one is not throttled. While `changes` is the same, so are `sequences`:
+        examining hundreds takes as long as a step of a few."""
         if changes is None or self._known is None or self._known[0] != changes:
             self._known = -1 if changes is None else changes, _sides(sequences)
         sides = self._known[1]
@@ -114,7 +112,6 @@ class BackgroundThrottle:
             self._costs.setdefault(self._fed, _StepCost()).learn(seconds)
 
     def _adapt(self, others: int) -> None:
-        """Forgets measurements beside other numbers of rows, or of long ago."""
         if self._steps >= _ANEW or not others / 2 <= self._others <= 2 * others:
             self._steps, self._others = 0, others
             self._costs.clear()
@@ -134,7 +131,6 @@ class BackgroundThrottle:
         return rows
 
     def _spare(self) -> bool:
-        """Whether a chunk of the background's prompts is due."""
         alone = self._alone()
         return alone > 0 and self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone)
 

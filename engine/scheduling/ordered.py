@@ -7,8 +7,6 @@ from bisect import bisect_left, insort
 
 
 class Ordered:
-    """Holds (rank, key) pairs, lowest first."""
-
     def __init__(self) -> None:
         self._pairs: list[tuple[float, int]] = []
 

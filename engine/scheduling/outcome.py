@@ -11,7 +11,7 @@ _FAILURES = {None: Failure.STEP, RowEnd.STUCK: Failure.CONSTRAINT, RowEnd.COSTLY
 
 
 def scored_tokens(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
-    """Log-probabilities of the prompt that the reader did not get before a preemption."""
+    """Leaves out what the reader got before a preemption."""
     fresh = brought.prompt_logprobs[sequence.scored - row.start :]
     sequence.scored += len(fresh)
     return fresh

@@ -69,7 +69,7 @@ class Pacing:
         return int(self._rows)
 
     def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
-        """How many prompt tokens, of `most`, the next step may feed beside decoding sequences."""
+        """How many prompt tokens, of `most`, fit beside decoding sequences."""
         if self._target is None:
             return most
         left = [len(one.token_ids) - one.computed for one in running if not one.paused]
@@ -108,8 +108,8 @@ class Pacing:
             self._bound(self._of_rows.of(rows) or 0.0, self._target)
 
     def _save(self, seconds: float, fed: int) -> None:
-        """Saves the time that a step with rows left of the target, and at least a little, for prompts whose least chunk
-        would not fit into a step."""
+        """Saves time left of the target, and at least a little, for prompts whose least chunk would not fit into a
+        step."""
         assert self._target is not None
         most = max(self._target, self._of_prompts.of(_LEAST) or 0.0)
         if not fed:
@@ -117,8 +117,7 @@ class Pacing:
         self._saved = min(max(self._saved + seconds, -self._target), most)
 
     def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
-        """Learns from rows with `tokens` each, beside prompts. Divides the deviation in the prediction's
-        proportions."""
+        """Rows have `tokens` each, beside prompts. Divides the deviation in the prediction's proportions."""
         of_rows, of_prompts = self._of_rows.of(rows), self._of_prompts.of(fed)
         if of_rows is None:
             of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
@@ -132,7 +131,6 @@ class Pacing:
             self._of_prompts.learn(fed, of_prompts * share)
 
     def _bound(self, taken: float, target: float) -> None:
-        """Bounds rows by the seconds of a token with nothing fed beside them."""
         self._measured += 1
         if self._measured < _STEPS or taken <= 0:
             return

@@ -66,8 +66,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowEnd(enum.StrEnum):
-    """How a constraint ends its sequence."""
-
     COMPLETE = "complete"  # nothing may follow
     STUCK = "stuck"  # something must follow, and no token is left for it
     COSTLY = "costly"  # the constraint took more time or memory than it may
@@ -124,7 +122,7 @@ class WrongResult(ValueError):
 
 
 class PageAccess(Protocol):
-    """Reads and writes bytes of full pages in turn, in an order that `layout` names."""
+    """Reads and writes bytes of full pages, in an order that `layout` names."""
 
     @property
     def layout(self) -> BlockLayout: ...
@@ -147,7 +145,7 @@ class Runner(Protocol):
     def pages(self) -> PageAccess: ...
 
     def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
-        """Divides the step as a recorded assignment says, if any."""
+        """`assignment`: as recorded, to be repeated."""
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
         """Sets work to repeat while waiting for a step: a short piece that raises nothing, True where it did any."""

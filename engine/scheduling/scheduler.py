@@ -36,8 +36,6 @@ _WAITS = 2  # steps in a row that second tokens wait for others' first ones
 
 
 class Scheduler:
-    """Cycles through plan → run → commit, with admit, cancel, pause and resume in between."""
-
     def __init__(
         self,
         limits: Limits,
@@ -130,12 +128,11 @@ class Scheduler:
             self._slots.enqueue(sequence)
 
     def start_early(self) -> None:
-        """Gives the first waiting sequence a free slot while a step runs, which costs that step nothing."""
+        """Fills a free slot while a step runs, which costs that step nothing."""
         if self._slots.spare:
             self._slots.start_first()
 
     def expire(self, now: float) -> list[Event]:
-        """Ends sequences whose time is up, running or not."""
         events = []
         while (first := self._timers.first()) is not None and first[0] <= now:
             sequence = self._live[first[1]]
@@ -185,7 +182,6 @@ class Scheduler:
         return self._slots.planned(rows)
 
     def _lacks_mask(self, sequence: Sequence) -> bool:
-        """Whether the sequence must sit out this step; the others are fed."""
         masks = self._masks
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
@@ -239,12 +235,10 @@ class Scheduler:
         return [Event(sequence.key, prompt_logprobs=scored_tokens(sequence, row, result.rows[row.key]))]
 
     def fail(self, plan: StepPlan) -> list[Event]:
-        """Ends all sequences that a broken step was to feed."""
         return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
 
     def raised(self, plan: StepPlan) -> list[Event]:
-        """Takes back a step that raised before its results were applied. Its rows are fed again in halves; a row that
-        was alone ends."""
+        """Takes back a step that raised. Its rows are fed again in halves; a row that was alone ends."""
         fed = self._take_back(plan)
         if not self._turns.part(plan.rows):
             return [self._fail(sequence, Failure.STEP) for sequence in fed]
@@ -264,7 +258,6 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Whether the last plan feeds part of a failed step."""
         return self._turns.repeats
 
     @property
@@ -289,8 +282,8 @@ class Scheduler:
     # How steps and sequences end
 
     def _take_back(self, plan: StepPlan) -> list[Sequence]:
-        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that it
-        was to feed and that still hold a slot."""
+        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that
+        still hold a slot."""
         self._pacing.idle()
         self._throttle.away()
         self._slots.say_again(plan)

@@ -60,11 +60,9 @@ class Sequence:
 
     @property
     def in_solo(self) -> bool:
-        """Whether its next step may feed no other sequence."""
         return self.solo[0] <= self.output_length < self.solo[1]
 
     def scores(self, end: int) -> bool:
-        """Whether computing up to `end` yields unsent log-probabilities of the prompt."""
         return self.scored < min(end, self.prompt_length - 1)
 
     def advance(self, computed: int) -> None:

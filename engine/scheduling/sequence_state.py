@@ -52,16 +52,15 @@ T = TypeVar("T")
 
 
 class PerSequence(Generic[T]):
-    """What an executor keeps of sequences. Keyed by slot, because executors are not notified when a sequence ends."""
+    """Keyed by slot, because executors are not notified when a sequence ends."""
 
     def __init__(self, make: Callable[[SequenceState], T], *, paged: bool = False) -> None:
-        """`paged`: it is made anew when pages of the sequence were replaced."""
+        """`paged`: made anew when pages of the sequence were replaced."""
         self._make = make
         self._paged = paged
         self._held: dict[int, tuple[SequenceState, int, T]] = {}
 
     def of(self, sequence: SequenceState) -> T:
-        """Returns what is kept of the sequence, which is made where there is nothing yet."""
         held = self._held.get(sequence.slot)
         version = sequence.page_table_version if self._paged else 0
         if held is None or held[0] is not sequence or held[1] != version:

@@ -52,7 +52,6 @@ class Slots:
         return min(self._width, self._pacing.rows)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Ignores a sequence that has a slot or waits for something else."""
         if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
             self._line.add(*rank(sequence))
             self._waiting[sequence.key] = sequence
@@ -84,7 +83,7 @@ class Slots:
             pass
 
     def start_first(self) -> bool:
-        """False where no sequence waits, or there is no room for the first."""
+        """False where no sequence waits, or the first finds no room."""
         first = self._line.first()
         if first is None:
             return False
