@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api import Objection, ProposerInfo, Unused
+from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
 from engine.execution.graphs import batch, decode, masked, prefill
@@ -61,61 +61,28 @@ class ExecutorEntry:
     decoder: str  # the word of `--decoder` that stands for it and its neighbours of the same word
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
     make: Callable[[Parts], Executor]  # Unfit: it cannot after all
-    trial: Mapping[str, object]  # config.json of the model on which it is compared with eager
     optional: bool = False  # whether its word can be had without it
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
-# Tiny models on which executors are compared with eager: each the smallest that the executor's kernels read.
-PLAIN_TRIAL: Mapping[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
-KERNELS_TRIAL: Mapping[str, object] = {
-    **PLAIN_TRIAL,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "dtype": "bfloat16",
-}
-
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        Role.MASKED, "graph", masked.why_not, masked.Constrained, KERNELS_TRIAL, optional=True
+        Role.MASKED, "graph", masked.why_not, masked.Constrained, optional=True
     ),
     ExecutorEntry(
         Role.VERIFY,
         "graph",
         verify.why_not,
         verify.CapturedSpeculation,
-        KERNELS_TRIAL,
         optional=True,
         ask=verify.ask,
     ),
-    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, KERNELS_TRIAL, ask=decode.ask),
-    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, KERNELS_TRIAL, ask=prefill.ask),
-    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, KERNELS_TRIAL, ask=batch.ask),
-    ExecutorEntry(
-        Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, PLAIN_TRIAL, optional=True
-    ),
-    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, PLAIN_TRIAL),
+    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, ask=prefill.ask),
+    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),
+    ExecutorEntry(Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, optional=True),
+    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager),
 )
-
-
-# The switches of executors; `batching` is the scheduler's.
-SWITCHES = ("fused_kernels", "graphs", "speculation", "two_pass_head")
 
 
 def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEntry, ...]:
@@ -162,37 +129,6 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
         raise Unsupported(f"decoder {wanted!r} is not in this build; use auto or one of {names}")
     reasons = "; ".join(f"{one.decoder}: {one.reason}" for one in objections)
     raise Unsupported(f"decoder {wanted!r} cannot serve this model here ({reasons}); use decoder auto")
-
-
-def unused(choice: ExecutorChoice) -> tuple[Unused, ...]:
-    """The switches that no executor in use makes anything of, each with the reason of the first that has it."""
-    better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
-    found = []
-    for name in SWITCHES:
-        reasons = [executor.switches[name] for _, executor in choice.executors if name in executor.switches]
-        if None not in reasons:
-            reason = reasons[0] if reasons else f"the {choice.decoder} decoder has no such thing{better}"
-            found.append(Unused(name=name, reason=reason or ""))
-    return tuple(found)
-
-
-def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo, ...]:
-    """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
-    `no_draft`: why no draft model guesses."""
-    reason = "" if verifier else "no executor in use verifies drafts"
-    instead = "the draft model guesses in its place" if verifier == Role.VERIFY and no_draft is None else ""
-    return (
-        ProposerInfo(name="prompt_lookup", why_not=reason or instead),
-        ProposerInfo(name="draft_model", why_not=reason or no_draft or ""),
-    )
-
-
-def proposers_of(choice: ExecutorChoice, parts: Parts) -> tuple[ProposerInfo, ...]:
-    """Returns the proposers of the executors in use."""
-    verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
-    if verifier == Role.VERIFY:
-        return proposers(verifier, verify.why_no_draft(parts))
-    return proposers(verifier, None if parts.draft else verify.NO_DRAFT)
 
 
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers_of, unused
+from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
@@ -48,6 +48,7 @@ from engine.worker.hardware import (
     pick_walkers,
     with_pages,
 )
+from engine.worker.offers import SWITCHES, proposers_of, unused
 from engine.worker.required_kernels import KernelQuery, required_kernels
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import dense_tensors

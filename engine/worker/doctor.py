@@ -18,7 +18,7 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
+from engine.execution.registry import EXECUTORS, ExecutorEntry, leaders
 from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.step_state import Parts
@@ -36,6 +36,7 @@ from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
 from engine.worker.draft import read_draft
+from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
@@ -208,7 +209,7 @@ def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.devic
 def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
     """Makes the model that the entry is compared with eager on."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(dict(entry.trial)))
+        (Path(folder) / "config.json").write_text(json.dumps(dict(trial_of(entry))))
         config, form = read_folder(Path(folder), "auto")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return _parts(config, form, Placement(dtype, device))

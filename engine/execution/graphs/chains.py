@@ -53,14 +53,14 @@ class Chains:
         self.graphs = Graphs(device)
 
     def run(self, chain: Chain, *, captured: bool, times: int = 1) -> None:
-        """Enqueues the chain so many times in a row."""
+        """Enqueues the chain `times` times in a row."""
         if captured:
             self.capture(chain, times).replay()
         else:
             self._enqueue(chain, times)
 
     def capture(self, chain: Chain, times: int = 1) -> torch.cuda.CUDAGraph:
-        """Returns the graph of the chain so many times in a row."""
+        """Returns the graph of `times` runs of the chain."""
         return self.graphs.capture((chain, times), partial(self._enqueue, chain, times))
 
     def _enqueue(self, chain: Chain, times: int) -> None:

@@ -1,5 +1,5 @@
-"""Steps of up to eight rows as captured graphs that copy nothing, launched ahead of their tokens. Up to sixteen rows
-are two such steps in turns."""
+"""Steps of up to eight rows as captured graphs, launched ahead of their tokens; up to sixteen rows are two such steps
+in turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import REACHES, Chain, Chains, distinct, fitting, reaches
-from engine.execution.graphs.row_state import StateBlock, TokenMasks, fill, idle, placed
+from engine.execution.graphs.row_state import PlainRows, TokenMasks
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
@@ -55,10 +55,8 @@ Choice = tuple[bool, bool]  # whether rows need the sampling stages, and whether
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The memory of a bucket's rows."""
-
     buffers: StepBuffers
-    state: StateBlock
+    rows: PlainRows
     start: Launch
     sampling: Sampling
     ring: memoryview  # of 64-bit words [rows · RING]
@@ -95,20 +93,19 @@ class RowSteps(ABC):
     def _bucket(self, size: int) -> Bucket:
         found = self._buckets.get(size)
         if found is None:
-            state = idle(size, self._weights.table.device)
-            buffers = placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state)
-            found = self._buckets[size] = self._made(buffers, state)
+            rows = PlainRows(size, self._weights.table.device)
+            buffers = rows.placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING))
+            found = self._buckets[size] = self._made(buffers, rows)
         return found
 
-    def _made(self, buffers: StepBuffers, state: StateBlock) -> Bucket:
-        """Raises BuildError."""
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
         masks = None
         if self.masked:
             masks = TokenMasks(buffers.batch, self._weights.head.rows, self._weights.table.device)
             buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
         return Bucket(
             buffers=buffers,
-            state=state,
+            rows=rows,
             start=prepare_start(self._library, self._weights, buffers),
             sampling=self._sampling.first(buffers.batch),
             ring=words(buffers.progress.ring),
@@ -132,7 +129,7 @@ class RowSteps(ABC):
             torch.cuda.synchronize()
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
+        here.rows.write(rows, update.number)
         needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in rows]
         self._draws = any(need is not None for need in needs)
         self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
@@ -170,12 +167,12 @@ class CapturedSteps(RowSteps):
         self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
     def build(self, sizes: Rows[int]) -> None:
-        """Makes the steps of these buckets. Raises BuildError."""
+        """Raises BuildError where a kernel cannot be had."""
         for size in sizes:
             self._bucket(size)
 
-    def _made(self, buffers: StepBuffers, state: StateBlock) -> Bucket:
-        made = super()._made(buffers, state)
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+        made = super()._made(buffers, rows)
         lengths = reaches(self._max_context)
         plans = [replace(self._plan, longest=longest) for longest in lengths]
         layers = [prepare_layers(self._library, self._weights, buffers, plan) for plan in plans]
@@ -190,7 +187,7 @@ class CapturedSteps(RowSteps):
         return made
 
     def settle(self) -> None:
-        """Moves the vectors of one row's step to where it is fastest; while no page is in use. Raises BuildError."""
+        """Moves the vectors of one row's step to where it is fastest. No page may be in use."""
         gc.collect()  # as for `warmup`
         size = self.sizes[0]
         here = self._bucket(size)
@@ -199,7 +196,7 @@ class CapturedSteps(RowSteps):
         timed.place_row(here.buffers)
         buffers = placement.settled(here.buffers, timed)
         timed.take_away(buffers)
-        self._buckets[size] = self._made(buffers, here.state)
+        self._buckets[size] = self._made(buffers, here.rows)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -220,7 +217,7 @@ class CapturedSteps(RowSteps):
             progress("graphs", done, len(wanted))
             self._chains.capture(chain, size).replay()
         for each in self._buckets.values():
-            each.state.block.copy_(fill((), each.buffers.batch, 0), non_blocking=True)
+            each.rows.write((), 0)
             self._here = each
             for pages in ((0,), (0, 0)):
                 self._add_pages(0, 0, pages)
@@ -244,7 +241,6 @@ class CapturedSteps(RowSteps):
         return float(begin.elapsed_time(end)) / 1e3 / many
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues steps of all rows."""
         self._poller.launched()
         options = launch.options
         two_pass = options.two_pass_head and self._two_pass and self._within_top == self._draws
@@ -253,7 +249,6 @@ class CapturedSteps(RowSteps):
 
 
 def why_not(parts: Parts) -> str | None:
-    """Why it cannot serve this model here, or None."""
     objection = no_gpu(parts)
     if objection is not None:
         return objection
@@ -263,14 +258,11 @@ def why_not(parts: Parts) -> str | None:
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     device = CapturedSteps(parts.kernels, parts.step_weights[0], parts.max_context, parts.max_sequences)
     device.build(device.sizes)
 
 
 class GraphDecode:
-    """Decodes rows of one token. An `Executor`."""
-
     lookahead_tokens = 2 * AHEAD - 1
     max_tokens_per_row = 2 * AHEAD
 
@@ -287,7 +279,6 @@ class GraphDecode:
         self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles, captures, and measures what a step costs."""
         with torch.inference_mode():
             self._devices[0].settle()
             for device in self._devices:
@@ -299,7 +290,6 @@ class GraphDecode:
         return in_flight(self._pipelines, rows)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token or several for each row."""
         return run_share(self._pipelines[share.pipeline], share, options)
 
     def close(self) -> None:

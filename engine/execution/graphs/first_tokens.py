@@ -14,7 +14,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.batch_pipeline import BatchRow, Changes
 from engine.execution.graphs.chains import Chain, Chains
 from engine.execution.graphs.passes import MOST_CHUNKS
-from engine.execution.graphs.row_state import TokenMasks, fill, idle, placed
+from engine.execution.graphs.row_state import PlainRows, TokenMasks
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.pipeline import NO_TOKEN, Mask, RowState
 from engine.execution.ring import IdleWork, RingPoller, all_entries, entry_of, words
@@ -45,9 +45,9 @@ class FirstTokens:
 
     def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int, idle_work: IdleWork) -> None:
         device = weights.table.device
-        self._state = idle(1, device)
+        self._rows = PlainRows(1, device)
         self._masks = TokenMasks(1, weights.head.rows, device)
-        buffers = placed(allocate(weights, 1, 1, most), self._state)
+        buffers = self._rows.placed(allocate(weights, 1, 1, most))
         buffers = replace(buffers, choice=replace(buffers.choice, masks=self._masks.arrived))
         self._entries, self._most = words(buffers.progress.ring), most
         self._sampling = sampling.allocate(1, weights.head.rows, device)
@@ -83,7 +83,7 @@ class FirstTokens:
             unreported=(),
         )
         self._number = self._number % _LAST_NUMBER + 1
-        self._state.block.copy_(fill((state,), 1, self._number - 1), non_blocking=True)
+        self._rows.write((state,), self._number - 1)
         self._masks.send({} if mask is None else {0: mask})
         draws = sampled.needed(sequence)
         if draws:

@@ -1,7 +1,7 @@
 """Steps in which some row has a constraint, as captured graphs of two halves: a mask comes between them.
 
-Buckets are made and graphs captured when they are first wanted, in some ten milliseconds each, so that a start does not
-take longer for what may never be asked for.
+Buckets are made and graphs captured when they are first wanted, in some ten milliseconds each: most servers are never
+asked for a constraint.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class MaskedSteps(RowSteps):
 
 
 class Constrained:
-    """Decodes up to eight rows of one token, where one has a constraint: those without one among them. An
-    `Executor`."""
+    """Decodes up to eight rows of one token, of which some have a constraint."""
 
     lookahead_tokens = 2
     max_tokens_per_row = 1
@@ -75,10 +74,9 @@ class Constrained:
         self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Prepares nothing: most servers are never asked for a constraint."""
+        pass
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token for each row."""
         return self._pipeline.masked_step(share.rows, options)
 
     def mask(self, key: int) -> Mask:

@@ -20,7 +20,7 @@ from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.decode import Choice
 from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
-from engine.execution.graphs.row_state import VerifyLayout
+from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
 from engine.execution.ring import RingPoller, entry_of, words
@@ -72,7 +72,7 @@ class VerifyGraphs:
         self._library, self._weights = library, weights
         self._max_context = max_context
         self._groups = groups
-        self._layout = layout = VerifyLayout(sequences, groups[-1], max_context)
+        self._layout = layout = RowLayout(sequences, groups[-1], max_context)
         # `future`: what a draft for measurements knows instead of what was guessed. `draft` None: prompt lookup.
         self._future, self._draft = future, draft
         device = weights.table.device

@@ -1,7 +1,7 @@
-"""How long drafts pay, when to begin with them, and what verifying launches would give sequences that have none.
+"""How long drafts pay, and what verifying launches would give sequences that have none.
 
-With prompt lookup, the host looks up in plain steps what a launch would have guessed and sees what comes, so no
-sequence has to try launches. What a draft model would have guessed is not to be had so cheaply: it is tried.
+With prompt lookup, the host looks up in plain steps what a launch would have guessed and compares it with the tokens
+that follow, so no launch is tried for it. A draft model's guesses cost as much as its launches: these are tried.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: 
 
 
 class AcceptanceEstimate(Protocol):
-    """What drafts are expected to give sequences that decode together. Keyed by slot."""
+    """What drafts are expected to give sequences that decode together."""
 
     @property
     def tried(self) -> bool:
         """Returns whether only verifying launches show what drafts give."""
 
     def first(self, sequence: SequenceState, most: int) -> float:
-        """Returns the tokens expected of a launch with drafts of `most` tokens, before the sequence had any."""
+        """Returns the expected tokens of a launch with drafts of `most` tokens, before the sequence had any."""
 
     def prior(self, sequence: SequenceState, most: int) -> float:
         """Returns the same for a sequence that had no launch for a while."""
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        """Returns the tokens that a launch would have given a moment ago; None: not known. Asked in plain steps."""
+        """Returns the tokens that a launch would have given just now, where that is known. Asked in plain steps."""
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what a launch gave the sequence."""
+        pass
 
     def behind(self, sequences: Items[SequenceState]) -> float:
         """Returns the seconds until their first launch can begin."""
@@ -49,7 +49,7 @@ class AcceptanceEstimate(Protocol):
 
 @dataclass(slots=True)
 class LookupWatch:
-    """The guess that is looked up for a sequence in plain steps, to compare with the tokens that follow."""
+    """The guess for a sequence in plain steps, to compare with the tokens that follow."""
 
     sequence: SequenceState
     guess: Draft = ()  # what would have been drafted
@@ -72,8 +72,6 @@ class LookupWatch:
 
 
 class LookupEstimate:
-    """An `AcceptanceEstimate` for drafts that are looked up."""
-
     tried = False
 
     def __init__(self, lookup: PromptLookup) -> None:
@@ -103,12 +101,11 @@ class LookupEstimate:
 
 
 class DraftEstimate:
-    """An `AcceptanceEstimate` for drafts of a model, by how often it was right."""
+    """Estimates by how often the draft model was right."""
 
     tried = True
 
     def __init__(self, depths: PaidDepths) -> None:
-        """`depths`: those of single sequences, which observe launches of several as well."""
         self._depths = depths
 
     def first(self, sequence: SequenceState, most: int) -> float:
@@ -153,8 +150,8 @@ class Stay:
 
 
 class PaidDepths:
-    """Chooses drafts as long as `control` finds that they pay, where the host's proposer has a guess. The device
-    guesses for itself, a launch or two further on."""
+    """Chooses drafts as long as they pay, where the host's proposer has a guess. The device's own guesses are a launch
+    or two further on."""
 
     def __init__(
         self,
@@ -163,8 +160,8 @@ class PaidDepths:
         behind: Callable[[SequenceState], float] | None = None,
         turn: float = 0.0,
     ) -> None:
-        """`costs` of a launch, its draft included. `behind`: seconds that a draft model needs to catch up with a
-        sequence. `turn`: seconds for which a sequence stands still when it comes from plain steps, or goes back."""
+        """`costs` of a launch with its draft. `behind`: seconds that a draft model needs to catch up with a sequence.
+        `turn`: seconds for which a sequence stands still when it changes between launches and plain steps."""
         self._costs = costs
         self._control = Control(costs, learns=behind is not None)
         self._behind = behind
@@ -194,7 +191,6 @@ class PaidDepths:
             stay.lost = max(0.0, stay.lost + self._costs.seconds(1 + one.proposed) - (1 + one.accepted) * plain)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """A draft model must catch up with the sequence first."""
         if self._behind is None:
             return True
         plain, stay = self._costs.seconds(1), self._stays.of(sequence)
@@ -221,7 +217,6 @@ class PaidDepths:
         return self._control.rate(Candidate(sequence, self._proposer, 1))
 
     def behind(self, sequence: SequenceState) -> float:
-        """Returns the seconds until its first launch can begin."""
         return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
@@ -229,5 +224,5 @@ class PaidDepths:
         stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
 
     def _switching(self, sequence: SequenceState) -> float:
-        """Returns the seconds that it takes to come over, and to go back."""
+        """Returns the seconds to change to launches and back."""
         return self.behind(sequence) + 2 * self._turn

@@ -1,5 +1,5 @@
-"""When verifying launches are the way to go on: for one sequence, where a draft is expected to pay; for several, where
-drafts give each of them as much as plain steps do, and all together more. Torch-free."""
+"""When sequences go on in verifying launches: one alone, where a draft is expected to pay; several, where drafts give
+each about as much as plain steps do, and all together more. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _SEEN_REST = 32  # the first, where the host sees by itself what launches would 
 
 
 class Depths(Protocol):
-    """Decides how long drafts should be."""
+    """Decides how long drafts should be, as `PaidDepths` does."""
 
     def depth(self, sequence: SequenceState) -> int:
-        """Returns the tokens to draft next for a sequence that decodes alone."""
+        pass
 
     def most(self, sequence: SequenceState) -> int:
-        """Returns the longest draft that it may ever have; 0 where verifying launches cannot serve it."""
+        """Returns 0 where verifying launches cannot serve the sequence."""
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what came of a draft."""
+        pass
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """Returns whether beginning with drafts of `depth` tokens is worth what it costs."""
+        """Returns whether a first launch with drafts of `depth` tokens is worth its delay."""
 
     def holds(self, sequence: SequenceState) -> bool:
-        """Returns whether the sequence should go on with short drafts, though none is expected to pay."""
+        """Returns whether the sequence should keep short drafts, though none is expected to pay."""
 
     def left(self, sequence: SequenceState) -> None:
-        """Notes that the sequence goes on in plain steps."""
+        pass
 
 
 def group_of(depth: int) -> int:
@@ -51,11 +51,11 @@ def group_of(depth: int) -> int:
 
 
 class SinglePolicy:
-    """A `GroupPolicy` for one sequence, which it keeps for a while in verifying launches without a draft."""
+    """A `GroupPolicy` for one sequence."""
 
     def __init__(self, depths: Depths, stays: int = STAYS, beginning: int = 0) -> None:
-        """`stays`: tokens without a draft until the sequence goes back. `beginning`: tokens of an answer that come in
-        verifying launches whether or not there is a draft."""
+        """`stays`: tokens without a draft until the sequence goes back. `beginning`: first tokens of an answer that
+        come in verifying launches with or without a draft."""
         self._stays = stays
         self._beginning = beginning
         self._depths = depths
@@ -90,7 +90,7 @@ class SinglePolicy:
 
 @dataclass(slots=True)
 class LaunchRecord:
-    """Records what verifying launches give a sequence, or would."""
+    """What verifying launches give a sequence, or would."""
 
     sequence: SequenceState
     tokens: float
@@ -102,11 +102,9 @@ class LaunchRecord:
 
     @property
     def per_launch(self) -> float:
-        """Returns the mean tokens of a launch."""
         return self.tokens / self.launches
 
     def add(self, tokens: int) -> None:
-        """Adds a launch that gave `tokens` tokens."""
         self.tokens = self.tokens * _MEMORY + tokens
         self.launches = self.launches * _MEMORY + 1
 
@@ -118,7 +116,7 @@ class SeveralPolicy:
         self, group: int, seconds: float, plain: Callable[[int], float], estimate: AcceptanceEstimate, turn: float = 0.0
     ) -> None:
         """`seconds` of a launch, and `plain` of a plain step by its rows. `turn`: seconds for which sequences stand
-        still when they come from plain steps, or go back."""
+        still when they change between the two."""
         self._group = group
         self._seconds = seconds
         self._plain = plain
@@ -152,7 +150,6 @@ class SeveralPolicy:
         return 0
 
     def most(self, sequence: SequenceState) -> int:
-        """Returns the longest draft that its request and the group allow."""
         most = self._group - 1
         return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
 
@@ -163,17 +160,16 @@ class SeveralPolicy:
         self._estimate.observe(sequence, one)
 
     def _may_pay(self) -> bool:
-        """Returns whether launches give more than plain steps at least where every draft is right."""
+        """Returns whether launches would pay if every draft were right."""
         return self._group * self._step >= self._seconds * _MARGIN
 
     def _pays(self, records: Items[LaunchRecord], margin: float) -> bool:
-        """Returns whether launches give all of them `margin` times what plain steps do, and each about as much."""
         plain, gains = self._step, [record.per_launch for record in records]
         faster = sum(gains) * plain > margin * len(records) * self._seconds
         return faster and min(gains) * plain * _OTHERS > self._seconds
 
     def _won_back(self, records: Items[LaunchRecord]) -> bool:
-        """Returns whether the time until a first launch is soon won back, or is little beside what has been done."""
+        """Returns whether the delay of a first launch is soon won back, or is short beside the steps so far."""
         gains = sum(record.per_launch for record in records) / len(records)
         plain, tokens = self._step, min(record.sequence.output_length for record in records)
         return self._switching(records) <= max(SOON * (plain - self._seconds / gains), TRYING * plain * tokens)
@@ -183,7 +179,7 @@ class SeveralPolicy:
         return max(record.lost for record in records) < self._switching(records)
 
     def _switching(self, records: Items[LaunchRecord]) -> float:
-        """Returns the seconds that it takes to come over, and to go back."""
+        """Returns the seconds to change to launches and back."""
         return self._estimate.behind([record.sequence for record in records]) + 2 * self._turn
 
     def _ready(self, record: LaunchRecord) -> bool:
@@ -192,7 +188,6 @@ class SeveralPolicy:
         return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
 
     def _rest(self, records: Items[LaunchRecord]) -> None:
-        """Keeps all of them in plain steps for a while."""
         for record in records:
             sequence = record.sequence
             record.resumes_at = len(sequence.token_ids) + record.rest
@@ -201,7 +196,6 @@ class SeveralPolicy:
                 record.tokens, record.launches = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
 
     def _observe_plain(self, record: LaunchRecord) -> None:
-        """Takes in, in plain steps, what a draft would have given."""
         found = self._estimate.seen(record.sequence, self.most(record.sequence))
         if found is not None:
             record.add(found)
