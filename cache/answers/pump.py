@@ -13,8 +13,8 @@ AHEAD = 2048  # parts that it may be ahead of its reader
 
 
 class Pump:
-    """Drives an async generator in a task: an interrupted `next` would break its source, or readers elsewhere must not
-    wait for this one."""
+    """Drives an async generator in a task: for sources that an interrupted `next` would break, or whose readers
+    elsewhere must not wait for this one."""
 
     def __init__(self, source: AsyncGenerator[AnswerPart, None], tasks: set[asyncio.Task[None]]) -> None:
         self._source = source

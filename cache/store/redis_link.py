@@ -41,7 +41,8 @@ def reply_as(reply: object, shape: Any) -> Any:
         raise OddReply from None
 
 
-def ignored(reply: object) -> None: ...
+def ignored(reply: object) -> None:
+    """Accepts replies without information."""
 
 
 def of_another_type(error: Exception) -> bool:

@@ -4,8 +4,8 @@ After a crash every request of the step is a suspect. When one is submitted agai
 crash (its *solo*) run for it alone. If the process dies in one of those, no other request can be the cause, and this
 one is refused from then on. So a request kills two processes at most, and no other is ever blamed.
 
-Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another; by the
-front's own key, neither table nor log reveals a prompt.
+Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key
+is the front's own, so that neither table nor log reveals a prompt.
 """
 
 from __future__ import annotations

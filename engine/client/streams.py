@@ -82,7 +82,7 @@ class Streams:
     def wake(self, inbox: StreamInbox) -> None:
         """Wakes a reader soon. Of many, a few are woken in every fourth turn of the event loop, since each writes a
         message, and new calls must not wait for all of them. Readers without a token yet and interactive ones do not
-        wait, nor do few: turns cost a message a tenth of its time."""
+        wait. Of few, none waits: turns cost a message a tenth of its time."""
         if self.few:
             inbox.wake()
             return

@@ -4,9 +4,9 @@ that prepares its launches, and one function of `reference`.
 A step of up to eight rows is a chain of launches over state at fixed addresses: per layer `linear` (queries, keys,
 values), `attention`, `linear_residual` (output), `gate_up`, `linear_residual` (down); then `head`, which chooses tokens
 that are greedy or by temperature alone, or else the four stages of `sampling`; then `advance`, which reports to the
-host and embeds the next step's tokens. `step.prepare_step` makes the chain; an executor captures it as often as a graph
-is to hold steps. Steps of many rows and prompts put other kernels between products of torch or `gemm` (`rows`,
-`prefill`, `batch_attention`, `batch_sampling`).
+host and embeds the next step's tokens. `engine.model.layers.few_rows` makes the chain; an executor captures it as often
+as a graph is to hold steps. Steps of many rows and prompts put other kernels between products of torch or `gemm`
+(`rows`, `prefill`, `batch_attention`, `batch_sampling`).
 
 Launches overlap (programmatic dependent launch; below compute capability 9.0 `ChainPlan.dependent` must be false),
 under three rules that the kernels keep:

@@ -14,7 +14,8 @@ from engine.kernels.build import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """A matrix that the copy engine reads in boxes of `rows` by `columns`, permuted for `wgmma` where an operand."""
+    """Boxes of `rows` by `columns`, in which the copy engine reads a matrix; an operand's are permuted as `wgmma` reads
+    them."""
 
     matrix: torch.Tensor
     rows: int

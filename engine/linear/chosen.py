@@ -65,7 +65,7 @@ class ChosenProducts:
             self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
 
     def _choose(self, product: CublasProduct, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
-        """None stands for torch's."""
+        """None stands for torch's product."""
         weights = self._weights.get((product.rows, product.columns))
         if self._cublas is None or not weights or product.tokens not in TOKENS:
             return None

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class PerSequence(Generic[T]):
-    """Keyed by slot, because executors are not notified when a sequence ends."""
+    """What an executor keeps of sequences, keyed by slot, because executors are not notified when a sequence ends."""
 
     def __init__(self, make: Callable[[SequenceState], T], *, paged: bool = False) -> None:
         """`paged`: made anew when pages of the sequence were replaced."""
