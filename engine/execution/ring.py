@@ -1,4 +1,4 @@
-"""The ring of entries that steps write into pinned memory, and waiting for them."""
+"""Reads the entries that steps write into a ring in pinned memory, and waits for them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _LOOKS = 64  # after so many the stream is asked, which costs more
 
 
 class IdleWork:
-    """Short pieces of other work for the host, done while it waits for a long step. The engine loop names them once."""
+    """Short pieces of work, done while the host waits for a long step. The engine loop sets `piece` once."""
 
     def __init__(self) -> None:
         self.piece: Callable[[], bool] = _nothing
 
     def __call__(self) -> bool:
-        """Does a piece. Returns whether there was any."""
         return self.piece()
 
 
@@ -31,19 +30,19 @@ def _nothing() -> bool:
 
 
 def words(ring: torch.Tensor) -> memoryview:
-    """The ring's memory itself."""
+    """Returns the ring's own memory, not a copy."""
     held: Any = ring.view(-1).numpy()
     return memoryview(held).cast("B").cast("q")
 
 
 def entry_of(ring: memoryview, row: int, number: int, size: int = RING) -> int | None:
-    """Returns what the device wrote as that entry of a row; None: it has not come. `size`: entries of a row."""
+    """Returns None while the entry is missing. `size`: entries of a row."""
     entry = ring[row * size + (number - 1) % size]
     return entry & 0xFFFFFFFF if entry >> 32 == number else None
 
 
 def all_entries(entries: torch.Tensor, number: int) -> list[int] | None:
-    """Returns flags << 24 | token of each entry, once the device has written all of them under this number."""
+    """Returns flags << 24 | token of each entry, once all have this number."""
     if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
         return None
     found: list[int] = (entries & 0xFFFFFFFF).tolist()
@@ -51,7 +50,7 @@ def all_entries(entries: torch.Tensor, number: int) -> list[int] | None:
 
 
 class RingPoller:
-    """Waits between two looks at a ring of entries. All steps go to torch's current stream."""
+    """Waits between two polls of a ring. All steps go to torch's current stream."""
 
     def __init__(self, nap: float = _NAP, idle_work: IdleWork | None = None) -> None:
         self._nap = nap
@@ -60,12 +59,10 @@ class RingPoller:
         self._idle = False  # all that was launched has ended, so its entries are there
 
     def launched(self) -> None:
-        """Notes that a step is in flight."""
         self._idle = False
 
     def wait(self) -> None:
-        """Waits for a moment, or does a piece of other work. Raises EngineFailed where nothing is in flight, and what
-        went wrong on the device."""
+        """Waits for a moment, or does idle work. Raises where nothing is in flight, and errors of the device."""
         if self._idle:
             raise EngineFailed("the device ended its steps without a token")
         if self._idle_work():

@@ -1,4 +1,4 @@
-"""What executors are made from: a loaded model, and the state that all of them share and none of them owns."""
+"""Holds what executors are made from: a loaded model, and state that all of them share and none of them owns."""
 
 from __future__ import annotations
 
@@ -24,20 +24,18 @@ from engine.settings import CUDA_BATCH_TOKENS
 
 
 class Unfit(Exception):
-    """An executor found while it was made that it cannot serve here; says why in one line."""
+    """An executor that is being made cannot serve here; the message says why in one line."""
 
 
 @dataclass(slots=True)
 class DecodeWeights:
-    """The model as the decode kernels read it, and why the head is read in one pass, if it is."""
+    """Keeps the model as decode kernels read it, and why the head is read in one pass, if it is."""
 
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
 
 
 @dataclass(slots=True)
 class GpuKernels:
-    """The kernels of the GPU that the model is on, of which there is one library."""
-
     library: KernelLibrary | WantedKernels | None = None  # opened by who first wants it
 
     def open(self, device: torch.device) -> Kernels:
@@ -54,8 +52,6 @@ class GpuKernels:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One loaded model and the state of the steps on it."""
-
     model: Transformer
     pool: KvCache
     sampler: Sampler  # with the token counts that penalties need, by slot
@@ -73,20 +69,18 @@ class Parts:
 
     @property
     def step_weights(self) -> tuple[StepWeights, str | None]:
-        """Returns the model as the kernels of few rows read it, and why it has no coarse copy of the head."""
         if self.decode.made is None:
             self.decode.made = few_rows_weights.read(self)
         return self.decode.made
 
     @property
     def kernels(self) -> Kernels:
-        """Returns the kernels of the GPU that the model is on. Raises BuildError."""
         return self.gpu.open(self.model.placement.device)
 
 
 @contextmanager
 def making() -> Iterator[None]:
-    """Raises Unfit with the reason where an executor cannot be made within."""
+    """Raises Unfit for failures within, with the reason."""
     try:
         with torch.inference_mode():
             yield
@@ -95,11 +89,10 @@ def making() -> Iterator[None]:
 
 
 def kernel_switches(why_one_pass: str | None) -> Mapping[str, str | None]:
-    """Returns the options that executors with kernels of our own obey: a step as a graph, the kernels themselves, and a
-    coarse copy of the head."""
+    """`why_one_pass`: why the head has no coarse copy."""
     return {"graphs": None, "fused_kernels": None, "two_pass_head": why_one_pass}
 
 
 def no_gpu(parts: Parts) -> str | None:
-    """Why there is no GPU that our kernels run on, or None; None too where the model is shapes alone."""
+    """Returns None, too, where the model is shapes alone."""
     return why_no_gpu(parts.model.placement.device)

@@ -1,4 +1,4 @@
-"""Chains of launches, run as captured graphs or launch by launch."""
+"""Runs chains of launches as captured graphs, or launch by launch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class Chain:
 
 
 def reaches(max_context: int) -> tuple[int, ...]:
-    """Returns the values of `longest` for which chains are made, in ascending order."""
     return *(reach for reach in REACHES if reach < max_context), max_context
 
 
 def distinct(chains: Sequence[Chain]) -> tuple[Chain, ...]:
-    """Leaves out those that launch the same as the next longer one."""
+    """Leaves out chains that launch the same as the next longer one."""
     longer = [*chains[1:], None]
     return tuple(one for one, other in zip(chains, longer, strict=True) if other is None or not _same(one, other))
 
@@ -41,7 +40,7 @@ def _same(one: Chain, other: Chain) -> bool:
 
 
 def fitting(chains: Sequence[Chain], longest: int) -> Chain:
-    """Returns the first of the chains, shortest first, that is long enough."""
+    """Expects the chains in order, shortest first."""
     return next(chain for chain in chains if chain.longest >= longest)
 
 
@@ -53,14 +52,12 @@ class Chains:
         self.graphs = Graphs(device)
 
     def run(self, chain: Chain, *, captured: bool, times: int = 1) -> None:
-        """Enqueues the chain `times` times in a row."""
         if captured:
             self.capture(chain, times).replay()
         else:
             self._enqueue(chain, times)
 
     def capture(self, chain: Chain, times: int = 1) -> torch.cuda.CUDAGraph:
-        """Returns the graph of `times` runs of the chain."""
         return self.graphs.capture((chain, times), partial(self._enqueue, chain, times))
 
     def _enqueue(self, chain: Chain, times: int) -> None:

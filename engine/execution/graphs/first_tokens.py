@@ -1,6 +1,5 @@
-"""The token after a prompt, chosen by the kernels that choose in decode steps: the same scores, the same noise. One
-prompt's by the kernels of few rows, several prompts' of one pass together, by those of many rows. Rows that want
-log-probabilities are the sampler's."""
+"""Chooses the token after a prompt by the scores and noise of decode steps: for single prompts by kernels of few rows,
+for several prompts of a pass by those of many. Rows that want log-probabilities are the sampler's."""
 
 from __future__ import annotations
 
@@ -36,12 +35,11 @@ _PASSES = 512  # whose entries are kept: of at most 1,024 sequences, at least th
 
 
 def can_draw(sequence: SequenceState) -> bool:
-    """Whether the kernels choose its tokens."""
     return sequence.logprobs is None
 
 
 class FirstTokens:
-    """Draws for one prompt after another; no more than `most` may be unread."""
+    """Draws for one prompt at a time; at most `most` draws may be unread."""
 
     def __init__(self, library: Kernels, weights: StepWeights, fed: Fed, most: int, idle_work: IdleWork) -> None:
         device = weights.table.device
@@ -61,15 +59,13 @@ class FirstTokens:
         self._number = 0  # of the last entry
 
     def warmup(self) -> None:
-        """Captures, and does each thing once."""
         for chain in (self._greedy, self._two_pass, self._drawing):
             if chain is not None:
                 self._chains.capture(chain).replay()  # an idle row
         self._sampling.rehearse()
 
     def draw(self, sequence: SequenceState, options: StepOptions, mask: Mask | None = None) -> int:
-        """Behind the last chunk of all its tokens, of those that the mask allows; the number that the new token's entry
-        will have."""
+        """Draws behind the sequence's last chunk. Returns the number of the token's entry."""
         one = sequence.sampling
         state = RowState(
             token=0,
@@ -94,7 +90,7 @@ class FirstTokens:
         return self._number
 
     def read(self, number: int) -> RowResult:
-        """An id, or none where the scores were no numbers. Waits for it."""
+        """Returns no id where the scores were not numbers."""
         while (entry := entry_of(self._entries, 0, number, self._most)) is None:
             self._poller.wait()
         return result_of(entry)
@@ -104,12 +100,11 @@ class FirstTokens:
 
 
 def result_of(entry: int) -> RowResult:
-    """What flags << 24 | token says."""
     return RowResult(() if entry >> 24 & NO_TOKEN else (entry & 0xFFFFFF,))
 
 
 class ManyFirstTokens:
-    """Draws for up to MOST_CHUNKS prompts at once, whose tokens kernels choose (`needs.chosen_by_kernels`)."""
+    """Draws for up to MOST_CHUNKS prompts at once, all of them `needs.chosen_by_kernels`."""
 
     def __init__(self, run: ForwardPass, vocabulary: int, graphs: Graphs, idle_work: IdleWork) -> None:
         self._run = run
@@ -124,7 +119,6 @@ class ManyFirstTokens:
         self._poller = RingPoller(nap=0.0, idle_work=idle_work)
 
     def warmup(self) -> None:
-        """Captures, and does each thing once."""
         self._ends.send([0] * MOST_CHUNKS)
         self._graphs.capture(self, self._choose, rehearse=True).replay()
         self._rows.rehearse()
@@ -132,7 +126,6 @@ class ManyFirstTokens:
         self._number = int(self._report.number)
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         self._choose()
         self._rows.ask()
 
@@ -143,7 +136,7 @@ class ManyFirstTokens:
         run.go(states.finish(run.library, self._rows.states, self._report))
 
     def draw(self, sequences: Rows[SequenceState], ends: Rows[int], *, captured: bool) -> int:
-        """Behind the pass whose chunks of these numbers are the last of their sequences; the number of the draw."""
+        """`ends`: numbers of the pass's chunks that end the sequences."""
         self._ends.send([*ends, *[0] * (MOST_CHUNKS - len(ends))])
         self._rows.send(Changes(entered=tuple(first_token(at, sequence) for at, sequence in enumerate(sequences))))
         self._number += 1
@@ -153,7 +146,6 @@ class ManyFirstTokens:
         return self._number
 
     def read(self, number: int, count: int) -> list[RowResult]:
-        """An id for each, or none where the scores were no numbers. Waits for them."""
         ring = self._report.ring[number % _PASSES, :count]
         while (entries := all_entries(ring, number)) is None:
             self._poller.wait()
@@ -161,6 +153,6 @@ class ManyFirstTokens:
 
 
 def first_token(at: int, sequence: SequenceState) -> BatchRow:
-    """A row without pages, whose first step is its last."""
+    """Returns a row without pages, whose first step is its last."""
     place = len(sequence.token_ids)
     return BatchRow(sequence, at, place - 1, last=place, since=0, first=place - 1, pages=0, page_table_version=0)

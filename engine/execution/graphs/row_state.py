@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +14,10 @@ from numpy.typing import NDArray
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import Mask, RowState
 from engine.kernels.capture import Mailbox
+from engine.model.layers.draft_steps import DRAFT_ROWS, Draws
 from engine.model.layers.few_rows import StepBuffers
 from engine.settings import PAGE_SIZE
 
-DRAFT_ROWS: Final = (2, 1)  # of a sequence in a draft model's first step, and in its others
 _FIELDS = 6  # of a sequence: SequenceStates from `token` to `count`
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _EVEN = 64  # words; what begins at a multiple of 256 bytes lies as memory of its own would
@@ -26,13 +25,6 @@ _EVEN = 64  # words; what begins at a multiple of 256 bytes lies as memory of it
 
 def _even(words: int) -> int:
     return -(-words // _EVEN) * _EVEN
-
-
-class Draws(NamedTuple):
-    """What rows choose by; all of a sequence alike."""
-
-    noise_key: torch.Tensor  # int64 [rows]
-    temperature: torch.Tensor  # float32 [rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +87,11 @@ class RowLayout:
         kinds, first, each = self._kinds, self._stands, self.sequences
         keys, temperatures = words[: 2 * kinds[-1]].view(torch.int64), words[2 * kinds[-1] : first].view(torch.float32)
         fields = words[first : first + _FIELDS * each].view(_FIELDS, each)
-        stops = words[first + _FIELDS * each :][: each * MOST_STOPS].view(each, MOST_STOPS)
-        return SequenceStates(tuple(Draws(keys[a:b], temperatures[a:b]) for a, b in pairwise(kinds)), *fields, stops)
+        return SequenceStates(
+            tuple(Draws(keys[a:b], temperatures[a:b]) for a, b in pairwise(kinds)),
+            *(fields[0], fields[1], fields[2], fields[3], fields[4], fields[5]),
+            stops=words[first + _FIELDS * each :][: each * MOST_STOPS].view(each, MOST_STOPS),
+        )
 
     def pages(self, words: torch.Tensor) -> torch.Tensor:
         """Returns the table [sequences, most_pages]."""

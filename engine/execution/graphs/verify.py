@@ -1,9 +1,5 @@
-"""Verifying launches as captured graphs: the decode step's kernels over newest tokens and their drafts, the acceptance,
-and the next drafts, all on the device.
-
-A draft that is looked up is laid out at the end of a launch, for whichever comes next. A draft model guesses at the
-beginning, as many tokens as the launch verifies.
-"""
+"""Verifies drafts by captured graphs: decode kernels over newest tokens and drafts, acceptance and the next drafts, all
+on the device. Prompt lookup drafts at the end of a launch for the next, a draft model at the beginning for this one."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.decode import Choice
-from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
+from engine.execution.graphs.prefill import DeviceDraft
 from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
@@ -33,6 +29,7 @@ from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
+from engine.model.layers.draft_steps import DraftSteps
 from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
@@ -53,7 +50,7 @@ _RING = 2 * MOST_VERIFY_AHEAD * GROUPS[-1]  # entries of a row: half of them und
 
 
 class VerifyGraphs:
-    """Verifying launches for a fixed number of sequences, of every group. Calls go to torch's current stream."""
+    """Makes launches for a fixed number of sequences, on torch's current stream."""
 
     def __init__(
         self,
@@ -67,8 +64,8 @@ class VerifyGraphs:
         groups: Sequence[int] = GROUPS,
         beside: VerifyGraphs | None = None,
     ) -> None:
-        """Several sequences have one group, since their rows stand side by side as they are laid out. `beside`: graphs
-        whose sampling state may be used in turns."""
+        """Several sequences have one group: their rows are laid out side by side. `beside` takes turns with these
+        graphs, on one sampling state."""
         self._library, self._weights = library, weights
         self._max_context = max_context
         self._groups = groups
@@ -97,14 +94,12 @@ class VerifyGraphs:
         self._poller = RingPoller()
 
     def _row_memory(self) -> StepBuffers:
-        """Makes the memory of the rows of a step; what the host writes of them lies in the mailbox."""
         room, verifying = allocate(self._weights, self._layout.rows, 1, 1), self._state.draws[0]
         choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
         places = RowPages(room.places.position, self._layout.pages(self._mailbox.arrived))
         return replace(room, choice=choice, places=places)
 
     def _sequence_memory(self) -> Verified:
-        """Makes the memory of the sequences; what the host writes of them lies in the mailbox."""
         layout, state = self._layout, self._state
         return replace(
             speculation.allocate(layout.sequences, layout.laid, 1, _RING, self._weights.table.device),
@@ -118,7 +113,7 @@ class VerifyGraphs:
         )
 
     def build(self, groups: Sequence[int] | None = None) -> None:
-        """Makes the steps of these groups, or of all. Raises BuildError."""
+        """Builds these groups, or all. Raises BuildError."""
         for group in groups or self._groups:
             self._groups_made[group] = self._made(group)
         self._start = self._propose().alone()
@@ -131,7 +126,6 @@ class VerifyGraphs:
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
     def _guess(self, plan: ChainPlan, count: int) -> list[Launch]:
-        """Returns the launches that lay out a draft of `count` tokens in front of the step that verifies them."""
         if self._guessing is None:
             return []
         laid = self._propose()
@@ -166,8 +160,7 @@ class VerifyGraphs:
         return made
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
-        steps of several sequences that choose by more than temperature: these are captured when first wanted."""
+        """Leaves sampling stages of several sequences to first use: a start does not wait for them."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         progress("kernels", 0, 1)
         self.build()
@@ -194,15 +187,14 @@ class VerifyGraphs:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int, drafts: int) -> float:
-        """Returns the mean seconds of a step of this group for sequences of some lengths and drafts so long. Overwrites
-        the first page."""
+        """Returns the mean seconds of a step at typical lengths. Overwrites the first page."""
         return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _seconds(self, group: int, drafts: int, at: int) -> float:
         return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), at, drafts)
 
     def guessing_seconds(self, group: int) -> float:
-        """What a draft model takes of that, for drafts as long as the group allows."""
+        """Returns what a draft model takes of `seconds` for the group's longest drafts."""
         return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
 
     def _guessing_seconds(self, group: int, at: int) -> float:
@@ -214,8 +206,7 @@ class VerifyGraphs:
         return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
 
     def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
-        """Returns the seconds of a launch for sequences of no caller whose newest tokens stand `at`. `launch` is given
-        the most tokens that each may come to hold."""
+        """Returns the seconds of a launch with newest tokens at `at`. `launch` gets the most tokens of a sequence."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         longest = self._pretend(at, drafts)
         stand = self._chains.graphs.record(lambda: self._stand(at))  # a graph behind other launches begins later
@@ -234,7 +225,7 @@ class VerifyGraphs:
         return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in found)
 
     def _pretend(self, at: int, most_drafts: int) -> int:
-        """Writes sequences of no caller. Returns the most tokens that each may come to hold in a launch."""
+        """Writes stand-in sequences. Returns the most tokens of each."""
         state = self._state
         self._mailbox.arrived.zero_()
         for part in (state.newest, state.stops):
@@ -246,13 +237,12 @@ class VerifyGraphs:
         return self._reach(at)
 
     def _stand(self, at: int) -> None:
-        """Places them, with all tokens alike: so there is something to look up, and every row of a step is fed."""
+        """Makes all tokens alike, so that lookup finds a draft and every row is fed."""
         self._state.newest.fill_(at)
         self._verified.history[:, at : self._reach(at)].zero_()
         self._enqueue_start()
 
     def _reach(self, at: int) -> int:
-        """Tokens that a sequence which stands `at` may come to hold while it is timed."""
         return min(at + 1 + self._layout.laid, self._max_context)
 
     def _enqueue_start(self) -> None:
@@ -261,7 +251,6 @@ class VerifyGraphs:
         self._chains.launcher.enqueue([self._start])
 
     def update(self, update: Rewrite | MorePages) -> None:
-        """Writes these rows and no others, or tells a row of more pages."""
         if isinstance(update, MorePages):
             self._add_pages(update)
             return
@@ -282,8 +271,7 @@ class VerifyGraphs:
         self._enqueue_start()
 
     def computed(self, sequence: SequenceState, stands: int) -> None:
-        """Notes that a sequence goes on elsewhere with its newest token at `stands`: the draft model has computed what
-        is before it."""
+        """Notes how far the draft model has come with a sequence that leaves with its newest token at `stands`."""
         if self._draft is not None:
             self._draft.computed(sequence, prefix_length(stands))
 
@@ -301,7 +289,6 @@ class VerifyGraphs:
             table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues a step of `launch.group` rows a sequence."""
         self._poller.launched()
         options = launch.options
         two_pass = options.two_pass_head and self._two_pass and not self._draws

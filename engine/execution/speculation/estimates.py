@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.execution import device_sampling
 from engine.execution.needs import chosen_by_kernels
@@ -24,27 +23,28 @@ _PRIOR_RATE = PRIOR[0] / PRIOR[1]  # that a guess is right, when a draft model i
 _LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: a look takes the host some microseconds
 
 
-class AcceptanceEstimate(Protocol):
-    """What drafts are expected to give sequences that decode together."""
+class AcceptanceEstimate:
+    """What drafts are expected to give sequences that decode together: nothing, where a subclass knows no better."""
 
-    @property
-    def tried(self) -> bool:
-        """Returns whether only verifying launches show what drafts give."""
+    tried = False  # whether only verifying launches show what drafts give
 
     def first(self, sequence: SequenceState, most: int) -> float:
         """Returns the expected tokens of a launch with drafts of `most` tokens, before the sequence had any."""
+        return 1.0
 
     def prior(self, sequence: SequenceState, most: int) -> float:
         """Returns the same for a sequence that had no launch for a while."""
+        return 1.0
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
         """Returns the tokens that a launch would have given just now, where that is known. Asked in plain steps."""
+        return None
 
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        pass
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None: ...
 
     def behind(self, sequences: Items[SequenceState]) -> float:
         """Returns the seconds until their first launch can begin."""
+        return 0.0
 
 
 @dataclass(slots=True)
@@ -71,18 +71,10 @@ class LookupWatch:
         return 1 + right
 
 
-class LookupEstimate:
-    tried = False
-
+class LookupEstimate(AcceptanceEstimate):
     def __init__(self, lookup: PromptLookup) -> None:
         self._lookup = lookup
         self._watches = PerSequence(LookupWatch)
-
-    def first(self, sequence: SequenceState, most: int) -> float:
-        return 1.0
-
-    def prior(self, sequence: SequenceState, most: int) -> float:
-        return 1.0
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
         watch, found, length = self._watches.of(sequence), None, len(sequence.token_ids)
@@ -96,11 +88,8 @@ class LookupEstimate:
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self._watches.of(sequence).guessed_at = 0
 
-    def behind(self, sequences: Items[SequenceState]) -> float:
-        return 0.0
 
-
-class DraftEstimate:
+class DraftEstimate(AcceptanceEstimate):
     """Estimates by how often the draft model was right."""
 
     tried = True
@@ -113,9 +102,6 @@ class DraftEstimate:
 
     def prior(self, sequence: SequenceState, most: int) -> float:
         return _expected(_PRIOR_RATE, most)
-
-    def seen(self, sequence: SequenceState, most: int) -> int | None:
-        return None
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         if one.proposed:
@@ -170,6 +156,7 @@ class PaidDepths:
         self._stays = PerSequence(lambda sequence: Stay())
 
     def most(self, sequence: SequenceState) -> int:
+        """Returns 0 where verifying launches cannot serve the sequence."""
         if not can_verify(sequence):
             return 0
         return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
@@ -191,6 +178,7 @@ class PaidDepths:
             stay.lost = max(0.0, stay.lost + self._costs.seconds(1 + one.proposed) - (1 + one.accepted) * plain)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
+        """Returns whether a first launch with drafts of `depth` tokens is worth its delay."""
         if self._behind is None:
             return True
         plain, stay = self._costs.seconds(1), self._stays.of(sequence)

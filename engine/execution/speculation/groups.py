@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.execution.pipeline import GROUPS, VerifiedDraft
-from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, can_verify
+from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, PaidDepths, can_verify
 from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 STAYS = 64  # tokens without a draft: to come and go costs about a step each time
@@ -23,28 +22,6 @@ _FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once launches did n
 _SEEN_REST = 32  # the first, where the host sees by itself what launches would give
 
 
-class Depths(Protocol):
-    """Decides how long drafts should be, as `PaidDepths` does."""
-
-    def depth(self, sequence: SequenceState) -> int:
-        pass
-
-    def most(self, sequence: SequenceState) -> int:
-        """Returns 0 where verifying launches cannot serve the sequence."""
-
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        pass
-
-    def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """Returns whether a first launch with drafts of `depth` tokens is worth its delay."""
-
-    def holds(self, sequence: SequenceState) -> bool:
-        """Returns whether the sequence should keep short drafts, though none is expected to pay."""
-
-    def left(self, sequence: SequenceState) -> None:
-        pass
-
-
 def group_of(depth: int) -> int:
     """Returns the rows of the shortest group that holds a draft of `depth` tokens."""
     return next(group for group in GROUPS if group > depth)
@@ -53,7 +30,7 @@ def group_of(depth: int) -> int:
 class SinglePolicy:
     """A `GroupPolicy` for one sequence."""
 
-    def __init__(self, depths: Depths, stays: int = STAYS, beginning: int = 0) -> None:
+    def __init__(self, depths: PaidDepths, stays: int = STAYS, beginning: int = 0) -> None:
         """`stays`: tokens without a draft until the sequence goes back. `beginning`: first tokens of an answer that
         come in verifying launches with or without a draft."""
         self._stays = stays

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they stood in the prompt or the answer before."""
+"""Prompt lookup: drafts what followed the last few tokens where they stood before, in the prompt or the answer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ _NONE = -1
 
 
 class PairIndex:
-    """Where each pair of adjacent tokens of one sequence stood last, and before that. A token takes a few bytes more
-    than an entry of a dict."""
+    """Finds where pairs of adjacent tokens stood last and before. A token takes little more than a dict's entry."""
 
     def __init__(self, sequence: SequenceState) -> None:
         self.sequence = sequence
@@ -25,8 +24,7 @@ class PairIndex:
         self._before = array("i", (_NONE,))  # place → the same pair's place before that
 
     def place(self) -> int:
-        """Behind the best earlier match of the last tokens: the longest, of those the most recent; 0 where there is
-        none. Takes in what has come since the last call."""
+        """Returns the place behind the longest earlier match of the last tokens, the latest of equals; 0: none."""
         ids = self.sequence.token_ids
         last = len(ids) - 1
         if last < SHORTEST:
@@ -59,19 +57,17 @@ class PromptLookup:
     def __init__(self) -> None:
         self._indices = PerSequence(PairIndex)
 
-    def measure(self, target: Callable[[], None]) -> None:
-        """Measures nothing: a lookup takes a few microseconds."""
+    def measure(self, target: Callable[[], None]) -> None: ...
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Nothing beside a step."""
+        """A lookup takes microseconds, nothing beside a step."""
         return 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """All or nothing: where a match runs into the end, it goes round."""
+        """A match that runs into the end repeats, so any length can be had."""
         return MOST_DRAFTED if self._place(sequence) else 0
 
     def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
-        """What stands behind the match of each."""
         return [self._draft(request) for request in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:

@@ -1,4 +1,4 @@
-"""Rows that go on in verifying launches: one sequence alone, or a few together. Torch-free."""
+"""Runs rows in verifying launches: one sequence alone, or a few together. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,27 +16,21 @@ class GroupPolicy(Protocol):
     """Decides whether verifying launches pay, and how long they should be."""
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
-        """Returns the rows of each sequence in the next launches of all that decode; 0: they go on in plain steps.
-        `continues`: they are in verifying launches already."""
+        """Returns each sequence's rows in the next launches; 0: plain steps. `continues`: they are in such launches."""
 
     def most(self, sequence: SequenceState) -> int:
         """Returns the longest draft that the sequence may ever have."""
 
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what came of a launch for the sequence."""
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None: ...
 
 
 class Way(NamedTuple):
-    """A pipeline of verifying launches, and what decides about it."""
-
     pipeline: Pipeline
     policy: GroupPolicy
     least_group: int = 1  # rows of a sequence in its shortest launch
 
 
 class VerifyingRows:
-    """The pipelines of verifying launches, and when they pay."""
-
     def __init__(self, ways: Mapping[int, Way], sequences: SequenceTable) -> None:
         """`ways` by the most sequences of each, fewest first. A share names its pipeline by that number."""
         self._ways = ways
@@ -44,7 +38,6 @@ class VerifyingRows:
 
     @property
     def most_sequences(self) -> tuple[int, ...]:
-        """Returns the most sequences of each pipeline, fewest first."""
         return tuple(self._ways)
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
@@ -61,7 +54,6 @@ class VerifyingRows:
         return Drafts(group, most, continues) if group else NO_DRAFTS
 
     def run(self, share: Share, options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
-        """Returns one id or several for each row."""
         pipeline, policy, least = self._ways[share.pipeline]
         of = self._sequences.of
         if share.drain:
@@ -76,13 +68,12 @@ class VerifyingRows:
 
 
 def prefix_length(newest: int) -> int:
-    """Returns the tokens that the draft model must have computed before a launch for a sequence whose newest token
-    stands at `newest`: its first step feeds the last two."""
+    """Returns how many tokens a draft model needs before a launch, whose first step feeds the last two."""
     return newest - 1
 
 
 class DraftProgress:
-    """How many of each sequence's first tokens have their keys and values in the draft model's pages."""
+    """Counts the first tokens of each sequence that the draft model's pages hold."""
 
     def __init__(self) -> None:
         self._computed = PerSequence(lambda sequence: [0], paged=True)
@@ -91,10 +82,8 @@ class DraftProgress:
         return self._computed.of(sequence)[0]
 
     def computed(self, sequence: SequenceState, until: int) -> None:
-        """Notes that its first `until` tokens are computed."""
         count = self._computed.of(sequence)
         count[0] = max(count[0], until)
 
     def forget(self, sequence: SequenceState) -> None:
-        """Notes that none of its tokens is computed for sure."""
         self._computed.forget(sequence)
