@@ -1,5 +1,5 @@
-"""The walk over the layers in torch, which computes every feature on any device. Activations outside of projections are
-float32 whatever the weights are."""
+"""The walk over the layers in torch, which computes every feature on any device. The residual stream, and activations
+between a projection and the KV cache, are float32 whatever the weights are."""
 
 from __future__ import annotations
 
