@@ -1,4 +1,4 @@
-"""Graphs that are captured, and integers that are sent to fixed addresses on a GPU."""
+"""Captured graphs, and integers sent to fixed addresses on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kernels.build import BuildError
 
 
 class Graphs:
-    """Captured work by key. All of it is captured on one stream, which lasts as long as the process."""
+    """Graphs by key, captured on one stream, which lasts as long as the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -21,22 +21,21 @@ class Graphs:
         self._held: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, key: Hashable, enqueue: Callable[[], None], *, captured: bool = True) -> None:
-        """Puts the work on torch's current stream: as a graph, captured when it is first wanted, or piece by piece."""
+        """Enqueues on torch's current stream: a graph, captured at its first use, or piece by piece."""
         if captured:
             self.capture(key, enqueue).replay()
         else:
             enqueue()
 
     def capture(self, key: Hashable, enqueue: Callable[[], None], *, rehearse: bool = False) -> torch.cuda.CUDAGraph:
-        """Returns the graph of the key, which `enqueue` makes where there is none yet."""
         found = self._held.get(key)
         if found is None:
             found = self._held[key] = self.record(enqueue, rehearse=rehearse)
         return found
 
     def record(self, enqueue: Callable[[], None], *, rehearse: bool = False) -> torch.cuda.CUDAGraph:
-        """Captures what `enqueue` puts on the current stream. `rehearse`: it is run once before, on the stream of the
-        capture, for what a library sets up at its first call."""
+        """`rehearse`: enqueues once before, on the stream of the capture, for what a library sets up at its first
+        call."""
         graph = torch.cuda.CUDAGraph()
         stream = self._stream = self._stream or self._own_stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -53,7 +52,6 @@ class Graphs:
         return graph
 
     def clear(self) -> None:
-        """Gives all graphs back."""
         self._held.clear()
 
     def _own_stream(self) -> torch.cuda.Stream:
@@ -84,10 +82,8 @@ _WORD = 4  # bytes
 
 
 class Mailbox:
-    """Pinned memory on one side, `arrived` on the other. A slot is written again only once its last copy is done.
-
-    By numpy and the driver: a prompt and each change of rows wait for this, and by torch it takes the host twice as
-    long. Where there is no memory, of shapes alone, nothing is sent."""
+    """Pinned memory on one side, `arrived` on the other. A slot is written again only once its last copy is done. Uses
+    numpy and the driver: torch would take the host twice as long. Where shapes have no memory, nothing is sent."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._slots = [_Slot(size) for _ in range(_SLOTS)] if device.type == "cuda" else []
@@ -95,8 +91,7 @@ class Mailbox:
         self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
 
     def send(self, values: list[int] | NDArray[np.int32], others: Sequence[tuple[int, NDArray[np.int32]]] = ()) -> None:
-        """arrived[: len(values)] = values, and each of the others from its place on, in the order of the current
-        stream."""
+        """arrived[: len(values)] = values, and each of the others from its place on, in stream order."""
         if not self._slots:
             return
         slot = self._slots[self._next]
@@ -123,7 +118,6 @@ class _Slot:
         self.words: NDArray[np.int32] = self._held.numpy()
 
     def wait(self) -> None:
-        """Until what was sent last has left."""
         self._went(self._driver.cuEventSynchronize(self._event))
 
     def copy(self, first: int, count: int, to: int, stream: int) -> None:
@@ -132,7 +126,6 @@ class _Slot:
         self._went(self._driver.cuMemcpyHtoDAsync(to + at, self._from + at, _WORD * count, stream))
 
     def sent(self, stream: int) -> None:
-        """All of it is on its way."""
         self._went(self._driver.cuEventRecord(self._event, stream))
 
     def _went(self, answer: tuple[Any]) -> None:

@@ -1,6 +1,6 @@
 """The decoder-only transformer of all families: ids of a ragged step in, hidden states and logits out.
 
-It has no state but weights: pages, positions and masks are arguments. `engine.model.layers` walks over its layers.
+It has no state but weights: pages, positions and masks are arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from quant.checkpoint.config import ModelConfig
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
-    """What the model keeps of each token."""
     return KvShape(config.layers, config.kv_heads, config.head_dim)
 
 
@@ -37,7 +36,7 @@ class StepInput:
 
 
 class Transformer:
-    """The model: weights, and the angles of its positions. A few tokens on a CPU go by the walk in C, while `fused`."""
+    """The walk in C takes a few tokens on a CPU, while `fused`."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ropes: RopeTables, placement: Placement) -> None:
         self.config = config
@@ -59,7 +58,7 @@ class Transformer:
         return self.ropes.full
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
-        """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
+        """Hidden states [sampled, hidden] before the last norm, float32. Writes keys and values to the cache."""
         x = functional.embedding(step.token_ids, self.weights.embedding).float()
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)

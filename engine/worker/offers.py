@@ -37,7 +37,7 @@ KERNELS_TRIAL: Mapping[str, object] = {
 
 
 def trial_of(entry: ExecutorEntry) -> Mapping[str, object]:
-    """Returns the config.json of the model on which the executor is compared with eager."""
+    """The config.json of the model on which the executor is compared with eager."""
     return KERNELS_TRIAL if entry.decoder == "graph" else PLAIN_TRIAL
 
 
@@ -46,7 +46,7 @@ SWITCHES = ("fused_kernels", "graphs", "speculation", "two_pass_head")
 
 
 def unused(choice: ExecutorChoice) -> tuple[Unused, ...]:
-    """The switches that no executor in use makes anything of, each with the reason of the first that has it."""
+    """Switches that no executor in use obeys, each with the reason of the first that has it."""
     better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
     found = []
     for name in SWITCHES:
@@ -58,8 +58,8 @@ def unused(choice: ExecutorChoice) -> tuple[Unused, ...]:
 
 
 def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo, ...]:
-    """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
-    `no_draft`: why no draft model guesses."""
+    """Best first, with reasons against the unused. `verifier`: the executor that verifies, if any; `no_draft`: why no
+    draft model guesses."""
     reason = "" if verifier else "no executor in use verifies drafts"
     instead = "the draft model guesses in its place" if verifier == Role.VERIFY and no_draft is None else ""
     return (
@@ -69,7 +69,6 @@ def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo,
 
 
 def proposers_of(choice: ExecutorChoice, parts: Parts) -> tuple[ProposerInfo, ...]:
-    """Returns the proposers of the executors in use."""
     verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
     if verifier == Role.VERIFY:
         return proposers(verifier, verify.why_no_draft(parts))

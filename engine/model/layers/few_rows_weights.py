@@ -26,7 +26,7 @@ KEPT = 1 << 30  # bytes of the GPU that a coarse copy of the head must leave fre
 
 
 def why_not(parts: Loaded) -> str | None:
-    """Why the kernels cannot read this model, or None. The device is not asked."""
+    """Why the kernels cannot read this model. Does not depend on the device."""
     model, pool = parts.model, parts.pool
     if model.placement.dtype != torch.bfloat16:
         return f"the model is {model.placement.dtype}, the kernels compute in bfloat16".replace("torch.", "")
@@ -54,7 +54,7 @@ def _objection(linear: Linear) -> str | None:
 
 
 def step_weights(parts: Loaded) -> StepWeights:
-    """The model where `why_not` has no objection."""
+    """Valid where `why_not` has no objection."""
     model, weights = parts.model, parts.model.weights
     head = _product(weights.head)
     return StepWeights(
@@ -69,12 +69,12 @@ def step_weights(parts: Loaded) -> StepWeights:
 
 
 def why_one_pass(parts: Loaded) -> str | None:
-    """Why the head is read in one pass, or None. The device is not asked."""
+    """Why the head is read in one pass. Does not depend on the device."""
     return why_not(parts) or two_pass.why_not(_product(parts.model.weights.head).matrix)
 
 
 def read(parts: Loaded) -> tuple[StepWeights, str | None]:
-    """Returns the model with a coarse copy of the head where that is of use and fits, else why it has none."""
+    """Adds a coarse copy of the head where that is of use and fits, else why there is none."""
     plain = step_weights(parts)
     reason = why_one_pass(parts)
     if reason is not None:
