@@ -18,10 +18,16 @@ from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, St
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.estimates import AcceptanceEstimate, DraftEstimate, LookupEstimate, PaidDepths
-from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy, SinglePolicy, group_of
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Proposer
-from engine.execution.speculation.verifying import VerifyingRows, Way
+from engine.execution.speculation.proposer import PromptLookup, Proposer
+from engine.execution.speculation.verifying import (
+    BEGINNING,
+    STAYS,
+    SeveralPolicy,
+    SinglePolicy,
+    VerifyingRows,
+    Way,
+    group_of,
+)
 from engine.execution.step_state import DecodeWeights, Parts, kernel_switches, making
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights, many_tokens

@@ -24,8 +24,15 @@ from engine.execution.pipeline import (
 from engine.execution.router import AHEAD as STEPS_AHEAD
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, StepOptions
 from engine.execution.speculation.estimates import PaidDepths
-from engine.execution.speculation.groups import BEGINNING, STAYS, SinglePolicy
-from engine.execution.speculation.verifying import DraftProgress, VerifyingRows, Way, prefix_length
+from engine.execution.speculation.verifying import (
+    BEGINNING,
+    STAYS,
+    DraftProgress,
+    SinglePolicy,
+    VerifyingRows,
+    Way,
+    prefix_length,
+)
 from engine.kernels.reference import verified
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
