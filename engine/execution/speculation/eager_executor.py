@@ -23,10 +23,6 @@ from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
 
-def why_not(parts: Parts) -> str | None:
-    return None
-
-
 def _proposers(parts: Parts) -> tuple[Proposer, ...]:
     return (PromptLookup(),) if parts.draft is None else (PromptLookup(), parts.draft)
 

@@ -214,10 +214,6 @@ class VerifyingRows:
         self._ways = ways
         self._sequences = sequences
 
-    @property
-    def most_sequences(self) -> tuple[int, ...]:
-        return tuple(self._ways)
-
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return {row.key: most for most, way in self._ways.items() for row in way.pipeline.in_flight(rows)}
 

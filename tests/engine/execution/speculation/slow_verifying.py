@@ -352,7 +352,7 @@ class RoundsLife(Life):
             ways[most] = Way(pipeline(self.devices[most], most), self.choosers[most])
         self.rounds = Verifying(ways, {1: self.device, **self.devices}, table)
         plain = Steps(steps, table)
-        capacity = Capacity(verify=self.rounds.most_sequences, few=1, drains_few=waits)
+        capacity = Capacity(verify=tuple(ways), few=1, drains_few=waits)
         executors = Executors({Role.VERIFY: self.rounds, Role.FEW: plain}, self.rounds)
         runner = SlowRunner(steps, capacity, {Role.VERIFY: self.rounds, Role.FEW: plain}, table, executors)
         super().__init__(seed, runner, limits, shared=shared)
