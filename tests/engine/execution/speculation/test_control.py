@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.execution.speculation.test_lookup import state
+from tests.engine.execution.speculation.test_proposer import state
 
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import SIZES, Costs, measure
