@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,7 @@ from engine.linear.plain_copies import PlainCopies
 from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
+from engine.scheduling.plan import PageAccess
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import CUDA_BATCH_TOKENS
 
@@ -49,6 +51,17 @@ class GpuKernels:
             self.library.close()
 
 
+class Group(Protocol):
+    """The other ranks of a split model."""
+
+    @property
+    def pages(self) -> PageAccess:
+        """Gives access to keys and values of all ranks as bytes."""
+
+    def close(self) -> None:
+        """Ends the other ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """One loaded model and the state of the steps on it."""
@@ -67,6 +80,7 @@ class Parts:
     draft: DraftModel | None = None
     gpu: GpuKernels = field(default_factory=GpuKernels)
     idle_work: IdleWork = field(default_factory=IdleWork)
+    group: Group | None = None  # of a split model
 
     @property
     def kernels(self) -> Kernels:
