@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
@@ -26,6 +26,8 @@ from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Weights
 from engine.worker.group import Forward, Logits, Order, ReadPages, WritePages
 from quant.checkpoint.config import ModelConfig
+
+_MOST_SAID: Final = 160  # characters of an error
 
 
 class Others(Protocol):
@@ -48,7 +50,7 @@ def _told(others: Others, order: Order) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        others.lost(f"{type(error).__name__}: {error}")
+        others.lost(f"{type(error).__name__}: {error}"[:_MOST_SAID])
         raise
 
 
