@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from engine.errors import Unsupported
 from engine.worker.build import build
 from tests.engine.conftest import Drive, Driven, Request
 from tests.engine.quantized import FAMILIES, ids_of, make, nothing, settings
 from tests.engine.worker.split_threads import split_runner
+from tests.quant.gguf_files import write_model
+
+pytestmark = pytest.mark.product
 
 CLOSE = 2e-3  # of log-probabilities: sums in another order, behind weights of few bits
 
@@ -76,3 +80,44 @@ def test_every_format_has_the_ids_of_one_process(
 def test_heads_of_keys_are_held_by_several_ranks(ranks: int, tmp_path: Path, drive: Drive, request_of: Request) -> None:
     make(tmp_path, "qwen3", num_attention_heads=12, num_key_value_heads=1, intermediate_size=192, vocab_size=51)
     compare(tmp_path / "plain", ranks, drive, request_of, 51, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+def test_a_gguf_file_is_split(kind: str, tmp_path: Path, drive: Drive, request_of: Request) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama", kind)
+    compare(path, 2, drive, request_of, 96, dtype="float32")
+
+
+def test_blocks_of_a_gguf_file_are_not_cut(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama", "Q4_K")
+    with pytest.raises(Unsupported, match="o_proj has 128 inputs a rank, and groups of 256"):
+        build(settings(path, tensor_parallel=2), nothing)
+
+
+def test_made_up_weights_are_those_of_one_process(tmp_path: Path, drive: Drive, request_of: Request) -> None:
+    make(tmp_path, "qwen3", vocab_size=101)
+    compare(tmp_path / "awq", 2, drive, request_of, 101, load_format="dummy", seed=4)
+
+
+def test_a_draft_model_of_the_first_rank_changes_no_id(tmp_path: Path, drive: Drive, request_of: Request) -> None:
+    make(tmp_path, "qwen3", vocab_size=101)
+    requests = asked(request_of, 101)
+    whole = build(settings(tmp_path / "plain", max_sequences=4, dtype="float32"), nothing)
+    expected = drive(whole, requests)
+    whole.close()
+    given = {"draft_model": str(tmp_path / "plain"), "max_sequences": 4, "dtype": "float32"}
+    runner, threads = split_runner(tmp_path / "plain", 2, **given)
+    same(expected, drive(runner, requests))
+    assert [one.why_not for one in runner.info.proposers] == ["", ""]
+    runner.close()
+    assert not threads.failures
+
+
+def test_a_split_model_says_that_it_goes_without_the_walk_in_c(tmp_path: Path) -> None:
+    make(tmp_path, "qwen3", vocab_size=101)
+    runner, _ = split_runner(tmp_path / "awq", 2)
+    reasons = {one.name: one.reason for one in runner.info.unused}
+    runner.close()
+    assert "tensor-parallel" in reasons["fused_kernels"]
