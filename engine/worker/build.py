@@ -70,6 +70,7 @@ class PreparedModel:
     digest: str
     weight_format: str
     config: ModelConfig  # of the whole model, of which the parts may be one rank's
+    weights_bytes: int  # of all ranks
 
 
 class Membership(Protocol):
@@ -272,7 +273,8 @@ def _assemble(
         gpu=gpu,
         group=None if split is None else split.group(pool, what.config),
     )
-    return PreparedModel(parts, room, loaded.digest, loaded.weight_format, what.config)
+    held = weights.nbytes if split is None else split.total(weights.nbytes)
+    return PreparedModel(parts, room, loaded.digest, loaded.weight_format, what.config, held)
 
 
 def _room(settings: EngineSettings, what: Loading, sequences: int, beside: int, split: Split | None) -> Room:
@@ -347,7 +349,7 @@ def make_runner(
         max_batch_tokens=parts.max_batch_tokens,
         page_size=PAGE_SIZE,
         total_pages=room.pages,
-        weights_bytes=parts.model.weights.nbytes,
+        weights_bytes=prepared.weights_bytes,
         weights_digest=prepared.digest,
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors.values()),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors.values()),

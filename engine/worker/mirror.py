@@ -202,3 +202,7 @@ class Split:
         table = torch.zeros(self.exchange.part.ranks, dtype=torch.int64)
         table[self.exchange.part.rank] = number
         return int(self.exchange.sum(table).min())
+
+    def total(self, number: int) -> int:
+        """Returns the sum of all ranks' numbers."""
+        return int(self.exchange.sum(torch.tensor([number])))

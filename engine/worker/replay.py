@@ -124,8 +124,9 @@ def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
 
 
 def settings_of(recording: Recording, model: str, device: Device | None, decoder: DecoderChoice) -> EngineSettings:
-    """Returns the recorded settings, but for a model, a device and a decoder that are given."""
-    info, changes = recording.info, dict[str, Any]()
+    """Returns the recorded settings, but for a model, a device and a decoder that are given. One process repeats the
+    steps of a split model."""
+    info, changes = recording.info, dict[str, Any](tensor_parallel="auto")
     if info.dtype in get_args(Dtype):
         changes["dtype"] = info.dtype
     if device is not None:
