@@ -32,6 +32,7 @@ from engine.worker.group import Gloo, Join, Loaded, Meet, Order, PingRank, RankL
 _log = logging.getLogger(__name__)
 _LOOKS: Final = 16  # at the others in a hang timeout; one is found hung in the last of them
 _LOOK: Final = 0.5  # seconds between two while they load
+_REAPED: Final = 0.2  # seconds, for one whose end of the socket is closed
 _GRACE: Final = 2.0  # seconds, for one that is asked to go
 
 
@@ -39,8 +40,9 @@ class Ranks:
     """Ranks 1 and up, as the first one has them. Is made on the thread that lives as long as the process, since the
     kernel ends them with it."""
 
-    def __init__(self, settings: EngineSettings, ranks: int, lost: Callable[[], None] | None = None) -> None:
-        """`lost`: is called once where the group cannot go on; None: this process ends at once."""
+    def __init__(self, settings: EngineSettings, ranks: int, lost: Callable[[int], None] | None = None) -> None:
+        """`lost`: is called once where the group cannot go on, with the signal that ended a rank, or 0; None: this
+        process ends at once, in the same way."""
         self.part = Part(0, ranks)
         self._timeout = settings.hang_timeout
         self._ended = _exit if lost is None else lost
@@ -96,7 +98,7 @@ class Ranks:
         if not self._closing.is_set():
             self._closing.set()
             _log.error("the group of %d ranks ends: %s", self.part.ranks, reason)
-            self._ended()
+            self._ended(next((number for one in self._others if (number := one.killed_by())), 0))
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -180,10 +182,16 @@ class _Other:
     def how(self) -> str:
         """Returns how the process ended, in brackets, where that is known by now."""
         try:
-            code = self.process.wait(0.5)
+            code = self.process.wait(_REAPED)
         except subprocess.TimeoutExpired:
             return ""
         return f" (signal {-code})" if code < 0 else f" (exit code {code})"
+
+    def killed_by(self) -> int:
+        """Returns the signal that ended the process; 0 where none did."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return max(0, -self.process.wait(_REAPED))
+        return 0
 
     def end(self) -> None:
         """Waits for the process, whose stream has ended, and kills one that stays."""
@@ -216,7 +224,10 @@ def _processor_time(pid: int) -> str | None:
         return None
 
 
-def _exit() -> None:
-    """Ends this process at once: another thread of it may wait for a rank that is gone."""
+def _exit(number: int) -> None:
+    """Ends this process at once, since another thread of it may wait for a rank that is gone. After a signal it ends
+    by the same: the front suspects no request where something outside killed a process."""
     logging.shutdown()
+    if number:
+        os.kill(os.getpid(), number)
     os._exit(1)

@@ -92,11 +92,17 @@ def test_a_rank_that_dies_while_it_loads_fails_the_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_dies_or_hangs_is_noticed_without_any_work(sent: signal.Signals, tmp_path: Path) -> None:
     make(tmp_path, "qwen3")
-    lost = threading.Event()
+    lost, ended_by = threading.Event(), list[int]()
+
+    def note(number: int) -> None:
+        ended_by.append(number)
+        lost.set()
+
     chosen = settings(tmp_path / "plain", hang_timeout=8.0)
-    ranks = Ranks(chosen, 2, lost.set)
+    ranks = Ranks(chosen, 2, note)
     prepare(chosen, nothing, member=ranks)
     os.kill(ranks.pids[0], sent)
     assert lost.wait(120)
+    assert ended_by == [sent if sent == signal.SIGKILL else 0]
     ranks.close()
     assert gone(ranks.pids[0])
