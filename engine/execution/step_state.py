@@ -51,7 +51,7 @@ class GpuKernels:
             self.library.close()
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """The other ranks of a split model."""
 
     @property
@@ -80,7 +80,7 @@ class Parts:
     draft: DraftModel | None = None
     gpu: GpuKernels = field(default_factory=GpuKernels)
     idle_work: IdleWork = field(default_factory=IdleWork)
-    group: Group | None = None  # of a split model
+    group: RankGroup | None = None  # of a split model
 
     @property
     def kernels(self) -> Kernels:

@@ -82,7 +82,7 @@ def slices(config: ModelConfig, part: Part) -> Slices:
 
 
 def why_not_split(config: ModelConfig, spec: QuantSpec | None, ranks: int) -> str | None:
-    """Returns why the model cannot be split over so many ranks, or None."""
+    """Returns why the model cannot be split over `ranks` ranks, or None."""
     if config.heads % ranks:
         return f"its {config.heads} heads cannot be divided among {ranks}"
     larger, smaller = max(config.kv_heads, ranks), min(config.kv_heads, ranks)

@@ -15,7 +15,7 @@ from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.layers.eager import EagerWalk, Tokens
 from engine.model.layers.few_rows_cpu import MOST_ROWS, FewRows, open_few_rows
-from engine.model.layers.parallel import Exchange, embedded, summed, whole_logits
+from engine.model.layers.parallel import RankExchange, embedded, summed, whole_logits
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights
 from quant.checkpoint.config import ModelConfig
@@ -51,7 +51,7 @@ class Transformer:
         weights: Weights,
         ropes: RopeTables,
         placement: Placement,
-        exchange: Exchange | None = None,
+        exchange: RankExchange | None = None,
     ) -> None:
         """`exchange`: with the other ranks of a split model."""
         self.config = config

@@ -31,7 +31,7 @@ from engine.loading.border import AGAIN
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
-from engine.model.layers.parallel import Exchange
+from engine.model.layers.parallel import RankExchange
 from engine.model.rope import rope_tables
 from engine.model.split import WHOLE, Part, why_not_split
 from engine.model.transformer import Transformer, kv_shape
@@ -83,7 +83,7 @@ class Membership(Protocol):
     def others(self) -> Others | None:
         """Returns the other ranks, for the first one."""
 
-    def meet(self, progress: Progress) -> Exchange:
+    def meet(self, progress: Progress) -> RankExchange:
         """Waits until all ranks have loaded, and connects them."""
 
 
@@ -156,7 +156,7 @@ def _started(settings: EngineSettings) -> Ranks | None:
 
 
 def require_split(model: str, config: ModelConfig, form: FolderFormat, ranks: int) -> None:
-    """Raises Unsupported for a model that cannot be split over so many ranks."""
+    """Raises Unsupported for a model that cannot be split over `ranks` ranks."""
     if (reason := why_not_split(config, form.in_memory, ranks)) is not None:
         raise Unsupported(f"tensor-parallel {ranks}: {model} cannot be split: {reason}; use fewer processes")
 
@@ -248,7 +248,7 @@ def _assemble(
     chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes
     room = _room(settings, what, sequences, beside, split)
-    if room.lacking is not None:
+    if room.lacking is not None and what.part.first:
         _log.warning("%s", room.lacking)
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)

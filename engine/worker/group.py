@@ -1,6 +1,6 @@
 """What the processes of a split model say to each other, and the tensors that they exchange.
 
-The first rank, which is the engine process, tells the others over a socket each what to compute. Tensors go over gloo,
+The first rank, which is the engine process, sends orders to each of the others over a socket. Tensors go over gloo,
 which listens on the loopback interface alone and meets in a file of a folder that only the owner may enter.
 """
 
@@ -70,11 +70,11 @@ class PingRank(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Asks for `PongRank`, which is sent once all earlier messages have been obeyed."""
 
 
-class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
     pass
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class RankRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Reports that the rank will never be ready with these settings. Its process ends."""
 
     kind: Literal["invalid_model", "unsupported"]
@@ -86,7 +86,7 @@ class PongRank(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 Order = Join | Meet | Forward | Logits | ReadPages | WritePages | PingRank  # first rank → others
-Reply = Loaded | Refused | PongRank  # others → first rank
+Reply = RankLoaded | RankRefused | PongRank  # others → first rank
 
 
 class RankLink:
@@ -127,7 +127,7 @@ class RankLink:
 
 
 class Gloo:
-    """An `Exchange` between processes of one machine."""
+    """An `RankExchange` between processes of one machine."""
 
     def __init__(self, part: Part, folder: Path, timeout: float) -> None:
         """Waits for the other ranks. `folder`: private to the group; `timeout`: seconds that any rank may lag."""

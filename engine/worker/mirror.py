@@ -1,6 +1,6 @@
 """The device of a split model: what the first rank computes, the others compute too.
 
-The first rank tells them of each pass, of each product with the head, and of pages that are read or written. All else,
+The first rank sends them an order for each pass, each product with the head, and pages to read or write. All else,
 from plans and sampling to constraints and drafts, is the first rank's alone, so that no choice differs between ranks.
 """
 
@@ -14,27 +14,27 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.execution.step_state import Group
+from engine.execution.step_state import RankGroup
 from engine.kv.kv_cache import KvCache
 from engine.kv.page_transfer import PoolPages
 from engine.linear import Placement
 from engine.loading.load import Loading
 from engine.model.attention import RowSpan, StepAttention
-from engine.model.layers.parallel import Exchange, whole_heads
+from engine.model.layers.parallel import RankExchange, whole_heads
 from engine.model.rope import RopeTables
 from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Weights
 from engine.worker.group import Forward, Logits, Order, ReadPages, WritePages
 from quant.checkpoint.config import ModelConfig
 
-_MOST_SAID: Final = 160  # characters of an error
+_ERROR_LENGTH: Final = 160  # characters of an error
 
 
 class Others(Protocol):
     """The first rank's view of the other ones."""
 
-    def tell(self, order: Order) -> None:
-        """Tells every other rank. Does not return where one cannot be reached."""
+    def send(self, order: Order) -> None:
+        """Sends an order to every other rank. Does not return where one cannot be reached."""
 
     def lost(self, reason: str) -> None:
         """Ends the group, since its ranks no longer do the same."""
@@ -44,18 +44,19 @@ class Others(Protocol):
 
 
 @contextmanager
-def _told(others: Others, order: Order) -> Iterator[None]:
-    """Tells the others to compute what is computed within. A fault here would leave them waiting for each other."""
-    others.tell(order)
+def _mirrored(others: Others, order: Order) -> Iterator[None]:
+    """Sends an order to the other ranks, and ends the group where its own part of the work raises, since the others
+    would wait for it."""
+    others.send(order)
     try:
         yield
     except BaseException as error:
-        others.lost(f"{type(error).__name__}: {error}"[:_MOST_SAID])
+        others.lost(f"{type(error).__name__}: {error}"[:_ERROR_LENGTH])
         raise
 
 
 class LeadingTransformer(Transformer):
-    """The first rank's."""
+    """The transformer of the first rank, which makes the other ranks compute their parts."""
 
     def __init__(
         self,
@@ -63,49 +64,49 @@ class LeadingTransformer(Transformer):
         weights: Weights,
         ropes: RopeTables,
         placement: Placement,
-        exchange: Exchange,
+        exchange: RankExchange,
         others: Others,
     ) -> None:
         super().__init__(config, weights, ropes, placement, exchange)
         self._others = others
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
-        with _told(self._others, _order(step)):
+        with _mirrored(self._others, _order(step)):
             return super().forward(step, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        with _told(self._others, Logits(hidden.shape[0])):
+        with _mirrored(self._others, Logits(hidden.shape[0])):
             return super().logits(hidden)
 
 
 class SplitPages(PoolPages):
     """A `PageAccess` of the first rank to keys and values of all heads: the bytes are those of one process."""
 
-    def __init__(self, pool: KvCache, kv_heads: int, exchange: Exchange, others: Others) -> None:
+    def __init__(self, pool: KvCache, kv_heads: int, exchange: RankExchange, others: Others) -> None:
         super().__init__(pool)
         self._layout = replace(self._layout, kv_heads=kv_heads)
         self._exchange = exchange
         self._others = others
 
     def read(self, pages: Items[int], into: memoryview) -> None:
-        with torch.inference_mode(), _told(self._others, ReadPages(list(pages))):
+        with torch.inference_mode(), _mirrored(self._others, ReadPages(list(pages))):
             found = collected(self._pool, pages, self._layout.kv_heads, self._exchange)
             assert found is not None
             torch.frombuffer(into, dtype=torch.uint8).view(found.shape).copy_(found)
 
     def write(self, pages: Items[int], source: memoryview) -> None:
-        with torch.inference_mode(), _told(self._others, WritePages(list(pages))):
+        with torch.inference_mode(), _mirrored(self._others, WritePages(list(pages))):
             content = torch.frombuffer(source, dtype=torch.uint8).clone()
             distributed(self._pool, pages, self._layout.kv_heads, self._exchange, content)
 
 
-def collected(pool: KvCache, pages: Items[int], kv_heads: int, exchange: Exchange) -> torch.Tensor | None:
+def collected(pool: KvCache, pages: Items[int], kv_heads: int, exchange: RankExchange) -> torch.Tensor | None:
     """Returns the bytes [pages, layers, 2, kv_heads, 16, bytes] of all heads on the first rank, None on the others."""
     own = pool.read_pages(torch.tensor(pages, device=pool.placement.device)).contiguous()
     return whole_heads(own.view(torch.uint8), 3, kv_heads, exchange)
 
 
-def distributed(pool: KvCache, pages: Items[int], kv_heads: int, exchange: Exchange, content: torch.Tensor) -> None:
+def distributed(pool: KvCache, pages: Items[int], kv_heads: int, exchange: RankExchange, content: torch.Tensor) -> None:
     """Writes the rank's heads of pages. `content`: bytes of all heads; of the first rank's, the others get a copy."""
     part, shape, dtype = exchange.part, pool.shape, pool.placement.dtype
     exchange.share(content)
@@ -116,9 +117,9 @@ def distributed(pool: KvCache, pages: Items[int], kv_heads: int, exchange: Excha
 
 
 class Obedience:
-    """What another rank does of what it is told."""
+    """Obeys the orders of the first rank, on another one."""
 
-    def __init__(self, model: Transformer, pool: KvCache, config: ModelConfig, exchange: Exchange) -> None:
+    def __init__(self, model: Transformer, pool: KvCache, config: ModelConfig, exchange: RankExchange) -> None:
         """`config`: of the whole model."""
         self._model = model
         self._pool = pool
@@ -166,8 +167,8 @@ def _integers(data: bytes) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _GroupOfRanks:
-    """A `Group` of the first rank."""
+class _FirstRank:
+    """A `RankGroup` of the first rank."""
 
     pages: SplitPages
     others: Others
@@ -181,7 +182,7 @@ class _GroupOfRanks:
 class Split:
     """What a rank makes of its part of a model, once the ranks have met."""
 
-    exchange: Exchange
+    exchange: RankExchange
     others: Others | None  # None: this is not the first rank
 
     def model(self, what: Loading, weights: Weights, ropes: RopeTables) -> Transformer:
@@ -191,11 +192,11 @@ class Split:
             return Transformer(config, weights, ropes, placement, self.exchange)
         return LeadingTransformer(config, weights, ropes, placement, self.exchange, self.others)
 
-    def group(self, pool: KvCache, config: ModelConfig) -> Group | None:
+    def group(self, pool: KvCache, config: ModelConfig) -> RankGroup | None:
         """Returns what the first rank has of the others. `config`: of the whole model."""
         if self.others is None:
             return None
-        return _GroupOfRanks(SplitPages(pool, config.kv_heads, self.exchange, self.others), self.others)
+        return _FirstRank(SplitPages(pool, config.kv_heads, self.exchange, self.others), self.others)
 
     def least(self, number: int) -> int:
         """Returns the least of all ranks' numbers."""

@@ -19,10 +19,10 @@ from engine.execution.step_state import Parts
 from engine.ipc.frames import as_path
 from engine.loading.progress import Progress
 from engine.log_lines import use_json
-from engine.model.layers.parallel import Exchange
+from engine.model.layers.parallel import RankExchange
 from engine.model.split import Part
 from engine.worker.build import prepare
-from engine.worker.group import Gloo, Join, Loaded, Meet, Order, PingRank, PongRank, RankLink, Refused
+from engine.worker.group import Gloo, Join, Meet, Order, PingRank, PongRank, RankLink, RankLoaded, RankRefused
 from engine.worker.mirror import Obedience
 from engine.worker.parent import bound_to_parent
 from quant.checkpoint.config import ModelConfig
@@ -61,7 +61,7 @@ def _serve(link: RankLink) -> int:
     try:
         prepared = prepare(settings, lambda stage, done, total: None, member=member)
     except (InvalidModel, Unsupported, BadFile) as error:
-        link.send(Refused("unsupported" if isinstance(error, Unsupported) else "invalid_model", str(error)))
+        link.send(RankRefused("unsupported" if isinstance(error, Unsupported) else "invalid_model", str(error)))
         return 2
     member.obey(prepared.parts, prepared.config)
     return 0
@@ -72,14 +72,14 @@ class Member:
 
     def __init__(self, link: RankLink, part: Part, timeout: float) -> None:
         self.part = part
-        self.others = None  # to tell anything
+        self.others = None  # for this rank to lead
         self._link = link
         self._timeout = timeout
-        self._exchange: Exchange | None = None
+        self._exchange: RankExchange | None = None
 
-    def meet(self, progress: Progress) -> Exchange:
+    def meet(self, progress: Progress) -> RankExchange:
         """Reports that this rank has loaded, and connects to the others once all have."""
-        self._link.send(Loaded())
+        self._link.send(RankLoaded())
         meet = self._link.receive()
         assert isinstance(meet, Meet)
         exchange = self._exchange = Gloo(self.part, Path(meet.folder), self._timeout)
@@ -87,7 +87,7 @@ class Member:
         return exchange
 
     def obey(self, parts: Parts, config: ModelConfig) -> None:
-        """Does as it is told until the first rank has gone: then raises EOFError."""
+        """Obeys orders until the first rank has gone: then raises EOFError."""
         assert self._exchange is not None
         obedience = Obedience(parts.model, parts.pool, config, self._exchange)
         with torch.inference_mode():

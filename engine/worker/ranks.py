@@ -1,4 +1,4 @@
-"""The first rank's hold on the processes of the other ranks: starts them, tells them what to do, and ends with them.
+"""The first rank's hold on the processes of the other ranks: starts them, sends them orders, and ends with them.
 
 A group lives and dies as one. Where a rank ends or gives no sign of life, the first one ends too, and the front starts
 another engine process as after any death; where the first one ends, the kernel ends the others.
@@ -27,7 +27,7 @@ from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.loading.progress import Progress
 from engine.model.split import Part
 from engine.settings import EngineSettings
-from engine.worker.group import Gloo, Join, Loaded, Meet, Order, PingRank, RankLink, Refused, Reply
+from engine.worker.group import Gloo, Join, Meet, Order, PingRank, RankLink, RankLoaded, RankRefused, Reply
 
 _log = logging.getLogger(__name__)
 _LOOKS: Final = 16  # at the others in a hang timeout; one is found hung in the last of them
@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def others(self) -> Ranks:
-        """Returns itself: what the first rank tells, it tells the others."""
+        """Returns itself, through which the first rank sends its orders."""
         return self
 
     @property
@@ -74,7 +74,7 @@ class Ranks:
             one.wait_loaded(lambda at=at: progress("ranks", at, len(self._others)))  # type: ignore[misc]
         folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
         try:
-            self.tell(Meet(str(folder)))
+            self.send(Meet(str(folder)))
             exchange = Gloo(self.part, folder, self._timeout)
             exchange.sum(torch.zeros(1))  # a rank that is connected to this one may still read addresses of others
         except RuntimeError as error:
@@ -84,14 +84,14 @@ class Ranks:
         self._watcher.start()
         return exchange
 
-    def tell(self, order: Order) -> None:
-        """Tells every other rank."""
+    def send(self, order: Order) -> None:
+        """Sends an order to every other rank."""
         try:
             for one, lock in zip(self._others, self._locks, strict=True):
                 with lock:
                     one.link.send(order)
         except OSError as error:
-            self.lost(f"rank {one.rank} cannot be told: {error}")
+            self.lost(f"rank {one.rank} cannot be reached: {error}")
             raise EngineFailed("a rank is gone") from error
 
     def lost(self, reason: str) -> None:
@@ -171,11 +171,11 @@ class _Other:
         except (EOFError, OSError):
             raise EngineFailed(f"rank {self.rank} ended while it loaded{self.how()}") from None
         match reply:
-            case Loaded():
+            case RankLoaded():
                 return
-            case Refused(kind="unsupported", message=message):
+            case RankRefused(kind="unsupported", message=message):
                 raise Unsupported(message)
-            case Refused(message=message):
+            case RankRefused(message=message):
                 raise InvalidModel(message)
         raise EngineFailed(f"rank {self.rank} said what it must not before it has loaded")
 

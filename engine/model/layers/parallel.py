@@ -17,7 +17,7 @@ from engine.model.split import Part
 from engine.model.weights import Layer
 
 
-class Exchange(Protocol):
+class RankExchange(Protocol):
     """Exchanges tensors between the ranks. All ranks call the same methods in the same order, with tensors of the same
     shapes."""
 
@@ -37,7 +37,7 @@ class Exchange(Protocol):
 class SummedLinear:
     """A linear of which each rank has some of the inputs."""
 
-    def __init__(self, own: Linear, exchange: Exchange) -> None:
+    def __init__(self, own: Linear, exchange: RankExchange) -> None:
         self._own = own
         self._exchange = exchange
 
@@ -52,7 +52,7 @@ class SummedLinear:
 class SplitWideNorm(WideNorm):
     """Normalises the heads of all ranks as one; weight [heads + kv_heads, dim] of this rank's."""
 
-    def __init__(self, own: WideNorm, exchange: Exchange) -> None:
+    def __init__(self, own: WideNorm, exchange: RankExchange) -> None:
         super().__init__(own.weight, own.eps, own.heads)
         self._exchange = exchange
 
@@ -67,7 +67,7 @@ class SplitWideNorm(WideNorm):
         return torch.cat([half * scale for half, scale in zip(halves, scales, strict=True)], 1).mul_(self.weight)
 
 
-def summed(layer: Layer, exchange: Exchange) -> Layer:
+def summed(layer: Layer, exchange: RankExchange) -> Layer:
     """Returns the layer with sums over all ranks."""
     norm: RmsNorm | None = layer.head_norm
     if isinstance(norm, WideNorm):
@@ -76,7 +76,7 @@ def summed(layer: Layer, exchange: Exchange) -> Layer:
     return replace(layer, output=output, down=down, head_norm=norm)
 
 
-def embedded(ids: torch.Tensor, embedding: torch.Tensor, vocab_size: int, exchange: Exchange) -> torch.Tensor:
+def embedded(ids: torch.Tensor, embedding: torch.Tensor, vocab_size: int, exchange: RankExchange) -> torch.Tensor:
     """Returns the embeddings of any tokens, float32 [tokens, hidden]. `embedding` holds this rank's tokens alone."""
     own = exchange.part.vocabulary(vocab_size)
     theirs = (ids < own.first) | (ids >= own.last)
@@ -84,7 +84,7 @@ def embedded(ids: torch.Tensor, embedding: torch.Tensor, vocab_size: int, exchan
     return exchange.sum(found.masked_fill_(theirs.unsqueeze(1), 0.0))
 
 
-def whole_logits(own: torch.Tensor, vocab_size: int, exchange: Exchange) -> torch.Tensor | None:
+def whole_logits(own: torch.Tensor, vocab_size: int, exchange: RankExchange) -> torch.Tensor | None:
     """Returns logits over the whole vocabulary on the first rank, from those [rows, tokens] of each rank."""
     spans = [Part(rank, exchange.part.ranks).vocabulary(vocab_size) for rank in range(exchange.part.ranks)]
     padded = functional.pad(own, (0, spans[0].size - own.shape[1]))
@@ -94,7 +94,7 @@ def whole_logits(own: torch.Tensor, vocab_size: int, exchange: Exchange) -> torc
     return torch.cat([one[:, : span.size] for one, span in zip(found, spans, strict=True)], 1)
 
 
-def whole_heads(own: torch.Tensor, axis: int, kv_heads: int, exchange: Exchange) -> torch.Tensor | None:
+def whole_heads(own: torch.Tensor, axis: int, kv_heads: int, exchange: RankExchange) -> torch.Tensor | None:
     """Returns keys and values of all heads on the first rank, from bytes with each rank's heads in `axis`."""
     found = exchange.collect(own.contiguous())
     if found is None:

@@ -28,7 +28,7 @@ class Meeting:
 
 
 class ThreadExchange:
-    """An `Exchange`."""
+    """An `RankExchange`."""
 
     def __init__(self, part: Part, meeting: Meeting) -> None:
         self.part = part
@@ -71,7 +71,7 @@ class Threads:
     def meet(self, progress: Callable[[str, int, int], None]) -> ThreadExchange:
         return ThreadExchange(self.part, self._meeting)
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         for one in self._orders:
             one.put(order)
 

@@ -17,7 +17,7 @@ from engine.worker.build import build, prepare
 from engine.worker.ranks import Ranks
 from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import make, nothing, settings
-from tests.engine.worker.test_split import asked, same
+from tests.engine.worker.test_mirror import asked, same
 
 pytestmark = pytest.mark.product
 
