@@ -268,7 +268,7 @@ def with_copy(weights: StepWeights) -> StepWeights:
 
 
 def demo(folder: str) -> StepWeights:
-    from engine.execution.graphs.weights import step_weights
+    from engine.model.layers.few_rows_weights import step_weights
     from engine.settings import EngineSettings
     from engine.worker.build import prepare
 

@@ -29,7 +29,7 @@ from bench.attention import with_copy
 from bench.kernels import FORMATS, H100_BANDWIDTH, SPECS, STEPS, KernelBench, Spec, median_us, random_weights, timers
 from bench.result import device, revision, run_one_of, summary
 from engine.api import GREEDY, Stopping
-from engine.execution.graphs.drafting import DeviceDraft
+from engine.execution.graphs.prefill import DeviceDraft
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Pipeline, Rewrite, RowState, StepLaunch, verify_lookahead
 from engine.execution.speculation.verify_executor import SEVERAL

@@ -1,1 +1,1 @@
-"""Stores of answers and of keys and values: memory and Redis. Imports nothing of Whippet's other packages."""
+"""Stores answers, keys and values in memory and Redis. Imports nothing of Whippet's other packages."""

@@ -1,4 +1,4 @@
-"""Defines the engine's input and output as plain frozen data. Torch-free: the front process imports it.
+"""Defines the engine's input and output as plain frozen data. No torch: the front process imports it.
 
 Times are seconds on the clock of `time.monotonic`, which all processes of one Linux machine share.
 """
@@ -19,7 +19,7 @@ TRIAL_STEPS: Final = 256  # after which a switch is no longer blamed for steps t
 
 
 class Priority(enum.IntEnum):
-    """Order in the queue. Waiting requests age, so that none waits forever."""
+    """Waiting requests age, so that none waits forever."""
 
     BACKGROUND = 0
     NORMAL = 1
@@ -30,7 +30,7 @@ AGING = 10.0  # seconds of waiting that weigh as much as one priority level
 
 
 class FinishReason(enum.StrEnum):
-    """Reason of a good ending, from engine to cache to wire. Failures are exceptions of `engine.errors`."""
+    """Reasons of good endings, from engine to cache to wire. Failures are exceptions of `engine.errors`."""
 
     STOP = "stop"  # a stop token; which one is in Finish.stop_token_id
     LENGTH = "length"
@@ -46,11 +46,8 @@ class EngineState(enum.StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters, every value resolved.
-
-    Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
-    temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone.
-    """
+    """Order: logit_bias, the penalties (repetition over prompt and output; presence and frequency over output),
+    temperature, top_k, top_p, min_p, then one draw whose noise is a function of (seed, position, token id) alone."""
 
     temperature: float  # 0 is greedy
     top_k: int  # 0 keeps all
@@ -77,7 +74,7 @@ GREEDY = SamplingParams(
 
 
 class Stopping(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of a sequence. Stop strings are text, hence checked by the front."""
+    """Stop strings are text, hence checked by the front."""
 
     max_tokens: int  # 0 only with prompt_logprobs
     min_tokens: int = 0  # before it no stop token is drawn
@@ -85,8 +82,8 @@ class Stopping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """Constraint of an answer. Stop tokens are drawn where the grammar may end, and nowhere else; where nothing may
-    follow, the answer ends without one, even before min_tokens."""
+    """Stop tokens are drawn where the grammar may end, and nowhere else; where nothing may follow, the answer ends
+    without one, even before min_tokens."""
 
     grammar: str  # in the notation of llguidance
     owner: str = ""  # the caller whose share of memory and processes it takes
@@ -114,7 +111,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities at one place, of the model's own distribution (no penalties, no temperature)."""
+    """Taken from the model's own distribution (no penalties, no temperature)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
@@ -132,17 +129,12 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Facts of a sequence's start, which a reader that stops early would otherwise miss."""
-
     cached_tokens: int
     queue: float  # as in Finish
     prefill: float
 
 
 class TokenEvents(NamedTuple):
-    """Tokens that one step added to one sequence. Several ids where a step makes several; none where it only
-    finishes."""
-
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()  # one an id, if asked for
     finish: Finish | None = None  # in the last event only
@@ -154,15 +146,13 @@ class TokenEvents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objection:
-    """Reason why a decoder was not chosen."""
-
     decoder: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Reason why an optimisation does nothing for this model on this machine, on or off."""
+    """Why an optimisation does nothing for this model on this machine, on or off."""
 
     name: str
     reason: str
@@ -170,8 +160,6 @@ class Unused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverted:
-    """A switch that was reverted, since steps failed with it."""
-
     name: str
     enabled: bool  # as it is now
     reason: str
@@ -210,8 +198,6 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """Counts of the shared tier since the engine started, as `cache` makes them."""
-
     counts: tuple[tuple[str, str, int], ...] = ()  # event, its label, how often
     times: tuple[tuple[str, tuple[int, ...], float], ...] = ()  # event, buckets of `cache.counters`, seconds
     breakers: tuple[tuple[str, str], ...] = ()  # connection, state
@@ -241,19 +227,18 @@ class EngineLoad:
 
 
 class TokenStream(Protocol):
-    """The events of one request. Raises what `engine.errors` lists; ends after the event that carries `finish`."""
+    """Raises what `engine.errors` lists; ends after the event that carries `finish`."""
 
     def __aiter__(self) -> TokenStream: ...
 
     async def __anext__(self) -> TokenEvents: ...
 
     def batch(self, tokens: int, delay: float) -> None:
-        """Batches events for a reader that need not wake for every token: from now on they are given when there are
-        `tokens`, `delay` seconds after the first of them, or at the end, whichever comes first."""
+        """Holds events back until there are `tokens`, `delay` seconds after the first of them, or the end, for a reader
+        that need not wake for each."""
 
     def cancel(self) -> None:
-        """Frees slot and pages within a step; does nothing once it has ended. Every stream must be cancelled or read
-        to its end."""
+        """Frees slot and pages within a step. Every stream must be cancelled or read to its end."""
 
     def abort(self, reason: str) -> None:
         """Cancels; the reader gets `Aborted`."""
@@ -267,7 +252,7 @@ class Engine(Protocol):
 
     @property
     def info(self) -> ModelInfo | None:
-        """Returns None until it was ready once."""
+        """None until it was ready once."""
 
     @property
     def load(self) -> EngineLoad: ...
@@ -277,15 +262,15 @@ class Engine(Protocol):
 
     @property
     def deaths(self) -> Mapping[str, int]:
-        """Counts ends of its process that were not requested, by reason."""
+        """Ends of its process that were not requested, by reason."""
 
     @property
     def quarantines(self) -> int:
-        """Counts requests that were found to crash it, and are refused."""
+        """Requests that were found to crash it, and are refused."""
 
     @property
     def reverted(self) -> Mapping[str, Reverted]:
-        """Switches that were turned back and not set since, by name."""
+        """Switches turned back and not set since."""
 
     @property
     def reverts(self) -> Mapping[str, int]:
@@ -297,14 +282,13 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> TokenStream:
         """Raises EngineUnavailable unless the engine is ready."""
 
-    def unavailable(self) -> EngineUnavailable:
-        """Returns the error while it is not ready: why, and when to retry."""
+    def unavailable(self) -> EngineUnavailable: ...
 
     async def set_optimization(self, name: str, enabled: bool) -> None:
-        """Returns when it is set. Raises Unsupported for a name that the engine does not have."""
+        """Returns when it is set. Raises Unsupported for an unknown name."""
 
     async def profile(self, seconds: float) -> str:
-        """Returns Python stacks of the engine process, in the form of `engine.stacks`. Raises EngineUnavailable."""
+        """Stacks in the form of `engine.stacks`. Raises EngineUnavailable."""
 
     def set_log_level(self, level: LogLevel) -> None:
         """Applies to this engine process and later ones."""

@@ -1,7 +1,5 @@
-"""Counts the cores that this process may use: within its affinity and its container's share of time.
-
-Standard library only.
-"""
+"""Counts the cores that this process may use, within its affinity and its container's share of time. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -13,14 +11,13 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Returns at least 1. A fractional share is rounded down: a further thread would be throttled again and again."""
+    """At least 1. A fractional share is rounded down: a further thread would be throttled again and again."""
     shares = [len(os.sched_getaffinity(0)), *_quotas(root)]
     return max(1, int(min(shares)))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time, of each control group that this process is in and that limits it (v2: `cpu.max`, v1:
-    `cpu.cfs_quota_us`)."""
+    """Cores' worth of time by each control group (v2: `cpu.max`, v1: `cpu.cfs_quota_us`)."""
     mounted = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -36,8 +33,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _limits(top: Path, path: str) -> Iterator[float]:
-    """Yields the limits of the group and all above it. In a container without a namespace of its own the path is the
-    host's, and a missing file limits nothing."""
+    """In a container without a namespace of its own the path is the host's, and a missing file limits nothing."""
     group = Path(os.path.normpath(top / path.lstrip("/")))  # `..`, where the group lies outside of our namespace
     for folder in {top, *(one for one in (group, *group.parents) if one.is_relative_to(top))}:
         quota, _, period = _text(folder / "cpu.max").partition(" ")

@@ -35,23 +35,23 @@ class EngineUnavailable(EngineError):
 
 
 class EngineFailed(EngineError):
-    """A step failed. What failed is in the engine's log, not here."""
+    """What failed is in the engine's log, not here."""
 
 
 class OutOfMemory(EngineError):
-    """A step that was run for this request alone, and for few of its tokens, found no memory."""
+    pass
 
 
 class ConstraintUnmet(EngineError):
-    """No token is left that the request's constraint allows, or the constraint cannot be used with this model."""
+    """Also raised where constraints cannot be used with this model."""
 
 
 class ConstraintTooCostly(EngineError):
-    """The request's constraint took more time or memory than a constraint may. Retrying is useless."""
+    pass
 
 
 class Quarantined(EngineError):
-    """The request has crashed the engine process twice, alone in the step. Retrying is useless."""
+    pass
 
 
 class DeadlineExceeded(EngineError):

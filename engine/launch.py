@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Begun:
-    """Holds a process that was started before its settings are known. Once configured, it imports what it needs, which
-    takes seconds, and loads; until a `Child` takes it, its reports wait in its socket."""
+    """Holds a process that was started before its settings are known. Once configured, it imports what it needs and
+    loads; until a `Child` takes it, its reports wait in its socket."""
 
     def __init__(self, kind: str = "fake") -> None:
         """`kind`: what it will probably load; a model's imports begin at once. Raises OSError."""
@@ -65,7 +65,7 @@ def _step_mark() -> Iterator[tuple[int, StepMark]]:
 
 
 def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
-    """Launches an interpreter that ignores the working folder, so that no `engine` there is taken for ours."""
+    """The interpreter ignores the working folder, where another package may be named `engine`."""
     environment = dict(os.environ)
     home = Path(__file__).resolve().parents[1]
     if home.name not in ("site-packages", "dist-packages"):

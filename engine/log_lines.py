@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 
 class JsonLines(logging.Formatter):
-    """Keys: time (RFC 3339), level, process, logger, message; `trace` where there is an exception; and what the caller
-    gave as `extra={"fields": …}`. All ASCII, so that no text can break a line."""
+    """Keys: time (RFC 3339), level, process, logger, message; `trace` where there is an exception; and
+    `extra={"fields": …}`. All ASCII, so that no text can break a line."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

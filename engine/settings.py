@@ -1,7 +1,7 @@
 """Defines every setting of the engine once: name, type, default, bounds and help. No torch.
 
-An `…Options` or `…Switches` class is what a user may set; it is mounted into the server's settings tree unchanged.
-`EngineSettings` is what the engine process gets at its start: all of them, resolved and validated.
+An `…Options` or `…Switches` class, what a user may set, is mounted into the server's settings tree. `EngineSettings` is
+what the engine process gets at its start: all of them, resolved and validated.
 """
 
 from __future__ import annotations
@@ -29,15 +29,13 @@ TensorParallel = Literal["auto"] | int
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
-    """Declares a field of an options class. `help` names the unit; the tree's validation reads `bounds`, except
-    `needs`, the switch without which this one does nothing."""
+    """`help` names the unit; the tree's validation reads `bounds`, except `needs`, the switch without which this
+    setting does nothing."""
     return field(default=default, metadata={"description": help, **bounds})
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Chooses the engine, and what it records for finding faults."""
-
     kind: EngineKind = setting("model", "`fake` serves made-up tokens without weights")
     hang_timeout: float = setting(
         60.0,
@@ -105,7 +103,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSwitches:
-    """Optimisations of steps. None of them changes greedy output."""
+    """None of them changes greedy output."""
 
     batching: bool = setting(True, "run several sequences in one step")
     graphs: bool = setting(True, "launch whole steps on a GPU at once; off, kernel by kernel", needs="fused_kernels")
@@ -118,7 +116,7 @@ class ExecutionSwitches:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixSwitches:
-    """Optimisations of prompts that begin alike. Neither changes greedy output."""
+    """Neither of them changes greedy output."""
 
     prefix_cache: bool = setting(True, "compute what prompts begin with once")
     prefix_redis: bool = setting(
@@ -128,7 +126,7 @@ class PrefixSwitches:
 
 @dataclass(frozen=True, kw_only=True)
 class FakeSettings:
-    """The engine without weights, `--engine fake`: deterministic ids, for tests and for measuring the front."""
+    """The engine of `--engine fake`: deterministic ids, for tests and for measuring the front."""
 
     vocab_size: int = setting(256, "used where no --model gives a tokenizer", ge=2, le=1_048_576)
     max_context: int = setting(4096, "prompt and answer, in tokens", ge=16)

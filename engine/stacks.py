@@ -1,11 +1,8 @@
-"""Samples the Python stacks of a process's threads a hundred times a second.
+"""Samples the Python stacks of a process's threads a hundred times a second, by wall-clock time.
 
 Text with one stack a line, outermost frame first, and its count, as flame graph tools and speedscope read it:
-`thread;outer (path:7);inner (path:12) 41`. It names functions and lines; no value of a variable is ever read. Costs
-nothing while no sampler runs.
-
-Samples are of wall-clock time: a waiting thread is sampled waiting. A thread that holds the GIL in C is sampled at the
-line that it called from, and less often than it should be.
+`thread;outer (path:7);inner (path:12) 41`. It names functions and lines, never values. A thread that holds the GIL in C
+is sampled at the line that it called from, and less often than it should be.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _Stack = tuple[str | tuple[CodeType, int], ...]  # outermost first; code and lin
 
 
 class StackSampler:
-    """Samples from `start` to `finish`, `seconds` at most, even if `finish` is never called."""
+    """Samples for `seconds` at most, even if `finish` is never called."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -38,15 +35,12 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="stack sampler", daemon=True)
 
     def start(self) -> None:
-        """Samples in a thread of its own."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends it soon. Returns at once."""
         self._over.set()
 
     def finish(self) -> str:
-        """Ends it; the text. Takes milliseconds, in which it waits for the thread."""
         self.stop()
         self._thread.join()
         return self._text
@@ -76,7 +70,6 @@ class StackSampler:
 
 
 def _text(seen: Counter[_Stack]) -> str:
-    """Renders the most frequent first."""
     names: dict[CodeType, tuple[str, str]] = {}
     lines: list[str] = []
     size, left_out = 0, 0
@@ -104,7 +97,7 @@ def _frame(one: str | tuple[CodeType, int], names: dict[CodeType, tuple[str, str
 
 
 def _short(path: str) -> str:
-    """Shortens a path to the importable part, without the folders of this machine."""
+    """Cuts off the folders of this machine."""
     parents = [one for one in sys.path if one and path.startswith(one.rstrip("/") + "/")]
     if parents:
         return path[len(max(parents, key=len).rstrip("/")) + 1 :]

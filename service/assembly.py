@@ -83,7 +83,6 @@ class ServerParts:
     traces: Traces
 
     def reload(self) -> None:
-        """Reads again, soon, the files of callers, certificates and settings."""
         self.reloader.now()
         self.identity.reload()
         self.admission.quotas.reload()
@@ -101,7 +100,7 @@ def build(
     refusals: Counter[str],
     begun: Begun,
 ) -> ServerParts:
-    """Makes all parts, bound and not yet started, but for the engine's first process, which was begun."""
+    """Starts no part but the engine's first process, which was begun."""
     identity = Identity(settings)
     guard = identity.guard
     traces = start_traces(settings.traces, settings.served_name)
@@ -157,7 +156,6 @@ def _metrics_port(
     identity: Identity,
     handlers: list[grpc.GenericRpcHandler[bytes, bytes]],
 ) -> MetricsPort | None:
-    """`handlers`: of whippet.v1, which the console calls."""
     if not settings.metrics_listen:
         return None
     console = certificates = None
@@ -181,7 +179,7 @@ class _Ports:
         self._contract = resources.files("service.pb").joinpath("descriptors.binpb").read_bytes()
 
     def open(self, setting: str, address: str, services: list[Services], inbox: Inbox, bounds: PortBounds) -> Port:
-        """Opens a port. One without services is for probes, and uses no TLS."""
+        """A port without services is for probes, and uses no TLS."""
         credentials = self._identity.credentials() if services else None
         port = open_port(setting, address, self._handlers(services, inbox), credentials, bounds)
         self._evictor.watch(port.number, bounds, inbox.busy)
@@ -197,7 +195,6 @@ class _Ports:
         relays: RelayOptions,
         counts: RelayCounts,
     ) -> Port:
-        """Opens the port for callers: of this process, or of relays that share it."""
         if relays.count == 1:
             return self.open("listen", address, services, inbox, bounds)
         handlers, certificates = self._handlers(services, inbox), self._identity.certificates
@@ -227,7 +224,6 @@ def _use_cases(
     counted: frozenset[str],
     begun: Begun,
 ) -> tuple[UseCases, EngineClient]:
-    """Makes the use cases around an engine that is not started yet."""
     cache_options = checked(settings.cache)
     tokenizer = _tokenizer(settings)
     if tokenizer.digest != processes.digest:

@@ -1,5 +1,4 @@
-"""Runs a server from its flags to its exit code. Starts the engine process first, which then imports while this one
-does."""
+"""Runs a server from its flags to its exit code. The engine process is started first, and imports meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ BROKEN = 1
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Serves until a signal comes. Returns the exit code; an error at the start is one line on stderr."""
+    """Returns the exit code; an error at the start is one line on stderr."""
     begun = Begun(_kind(argv))
     try:
         return _serve(argv, begun)
@@ -38,8 +37,7 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _kind(argv: Sequence[str]) -> str:
-    """Returns the kind of engine that will probably load, before the settings are read: a file of settings may change
-    it."""
+    """Guesses the engine's kind before the settings are read: a file of settings may change it."""
     model = any(word.startswith("--model") for word in argv) or "WHIPPET_MODEL" in os.environ
     return "model" if model and not any("fake" in word for word in argv) else "fake"
 

@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(settings: Settings, again: Callable[[], Settings], begun: Begun) -> int:
-    """Serves until a signal comes. Returns the exit code. Raises BadSettings, PortTaken and EngineError."""
+    """Returns the exit code. Raises BadSettings, PortTaken and EngineError."""
     refuse_strangers(settings)
     silence()
     return uvloop.run(_serve(settings, again, begun))
@@ -74,7 +74,7 @@ async def _serve(settings: Settings, again: Callable[[], Settings], begun: Begun
 
 
 async def _ready(settings: Settings, parts: ServerParts, stop: Signals, stack: AsyncExitStack) -> bool:
-    """Serves, from the engine's start to a signal. False where that came before the engine was ready."""
+    """False where a signal came before the engine was ready."""
     if not await stop.before(parts.engine.start()):
         return False
     instruments = parts.instruments
@@ -91,7 +91,6 @@ async def _ready(settings: Settings, parts: ServerParts, stop: Signals, stack: A
 
 
 def _announce(settings: Settings, parts: ServerParts) -> None:
-    """Prints three lines at once: what is served and on what, how to call it, and all addresses."""
     info = parts.engine.info
     if info is None:
         return
@@ -112,8 +111,7 @@ def _announce(settings: Settings, parts: ServerParts) -> None:
 
 
 async def _drain(within: float | None, parts: ServerParts, stop: Signals) -> int:
-    """Refuses new requests, waits for live ones, then closes; without waiting where `within` is None, since nothing was
-    served yet, or cannot be any more. A second signal ends all waiting."""
+    """Drains before closing, without waiting where `within` is None. A second signal ends all waiting."""
     parts.drain.begin(for_good=True)
     parts.health.refresh()
     _log.info("draining: %d live requests", parts.admission.live)
@@ -141,7 +139,6 @@ async def _close(parts: ServerParts) -> None:
 
 
 async def _first_to_end(tasks: list[asyncio.Task[None]]) -> None:
-    """Raises the error that ended one of the tasks, which never end by themselves."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

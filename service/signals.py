@@ -9,8 +9,7 @@ from types import FrameType
 
 
 class Signals:
-    """Handles SIGTERM and SIGINT. Once the server has ended, another signal has no effect, even while the interpreter
-    shuts down and no handler is left. After an exception, the caller of `serve` has its own handlers again."""
+    """Ignores further signals once the server has ended, even while the interpreter shuts down."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -28,7 +27,7 @@ class Signals:
         self._loop.call_soon_threadsafe(self._came.set)
 
     async def before(self, work: Awaitable[object]) -> bool:
-        """Runs `work` until it is done or a signal comes; whether it was done."""
+        """Returns whether `work` was done before a signal."""
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._came.wait())
         try:

@@ -7,7 +7,6 @@ from functools import cache
 
 @cache
 def version() -> str:
-    """Reads a file of the installation, once."""
     from importlib import metadata  # 50 ms that a server's start need not pay
 
     try:

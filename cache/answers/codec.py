@@ -32,7 +32,7 @@ def pack_completion(completion: CachedCompletion) -> bytes:
 
 
 def unpack_completion(data: bytes, entry_id: str) -> CachedCompletion | None:
-    """Returns None where it is not a whole answer of this schema."""
+    """None where it is not a whole answer of this schema."""
     try:
         raw = _COMPLETION.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -55,7 +55,7 @@ def pack_part(part: AnswerPart) -> bytes:
 
 
 def unpack_part(data: bytes) -> AnswerPart | None:
-    """Returns None where it is not one that a reader can cut."""
+    """None where no reader can cut it."""
     try:
         part = _PART.decode(data)
     except (msgspec.MsgspecError, ValueError):

@@ -1,7 +1,7 @@
 """Coalesces identical requests across replicas: the holder of a lease generates, the others read its stream.
 
-Every fault ends in generating locally: a fault of the store, a leader that is silent for too long, a stream that does
-not open. Parts that were delivered are never delivered twice (`resume`).
+Every fault ends in generating locally: a fault of the store, a leader that is silent too long, a stream that does not
+open. Delivered parts are never delivered twice (`resume`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class _LeaderLostError(Exception):
 
 
 class CrossProcess:
-    """Wraps a way of generating so that one replica does it for all."""
-
     def __init__(self, leases: Leases, envelope: Envelope, settings: SingleFlightSettings, counter: Counter) -> None:
         self._leases = leases
         self._envelope = envelope
@@ -40,14 +38,13 @@ class CrossProcess:
         self._publishing: set[asyncio.Task[None]] = set()
 
     def generation(self, answer: CacheKey, generate: Generate, within: float | None = None) -> Generation:
-        """Generates as `around`, but at its own pace: other replicas' readers do not wait for this one's."""
+        """Goes at its own pace: other replicas' readers do not wait for this one's."""
         return Pump(self.around(answer, generate, within), self._pumps)
 
     async def around(
         self, answer: CacheKey, generate: Generate, within: float | None = None
     ) -> AsyncGenerator[AnswerPart, None]:
-        """Yields the answer, from whichever replica generates it. Raises what `generate` raises. `within`: seconds that
-        asking for the lease may take."""
+        """Raises what `generate` raises. `within`: seconds that asking for the lease may take."""
         delivered: list[AnswerPart] = []
         alone = False
         while True:
@@ -131,8 +128,8 @@ class CrossProcess:
 
 
 class Publisher:
-    """Writes a leader's messages to its stream, off the leader's path, and keeps its lease. Gives up at the first
-    fault: followers then take over."""
+    """Keeps a leader's lease and writes its messages, off the leader's path. Gives up at the first fault: followers
+    take over."""
 
     def __init__(self, leases: Leases, lease: Lease, heartbeat: float, counter: Counter) -> None:
         self._leases = leases
@@ -145,7 +142,7 @@ class Publisher:
         self._broken = False  # something is missing from the stream: it must never look whole
 
     def put(self, item: bytes | None) -> None:
-        """Queues the next message; None for one that was too large to seal."""
+        """None stands for one that was too large to seal."""
         self._broken = self._broken or item is None
         if item is not None and not self._broken:
             self._items.append(item)
@@ -157,7 +154,7 @@ class Publisher:
         self._news.set()
 
     async def run(self) -> None:
-        """Runs until finished. A whole stream keeps its lease until that runs out, so that latecomers read it."""
+        """A whole stream keeps its lease until that runs out, so that latecomers read it."""
         try:
             if await self._publish():
                 return

@@ -1,8 +1,8 @@
 """Caches exact answers: the same prompt, under the same parameters, of the same tenant and model.
 
-An answer that stopped by itself is stored without its max_tokens, and serves every request whose limit it stays below.
-One that was cut at max_tokens serves requests with that very limit. Nothing is ever shortened to fit: only a tokenizer
-knows where a text may be cut. Answers cut by time, by context or by a caller are not kept.
+An answer that stopped by itself serves every request whose max_tokens it stays below; one that was cut there serves
+requests with that very limit. Nothing is shortened to fit: only a tokenizer knows where a text may be cut. Answers cut
+by time, by context or by a caller are not kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def keepable(question: Question, completion: CachedCompletion) -> bool:
 
 
 def serves(completion: CachedCompletion, question: Question, now: float) -> bool:
-    """Whether a stored answer is what this request would get."""
     if question.max_age is not None and now - completion.created_at > question.max_age:
         return False
     ending = completion.ending
@@ -48,7 +47,7 @@ def serves(completion: CachedCompletion, question: Question, now: float) -> bool
 
 
 def entry_digest(partitions: Partitions, question: Question, max_tokens: int | None) -> str:
-    """Names an answer within its partition; `max_tokens` is None for those that stopped by themselves."""
+    """`max_tokens` is None for answers that stopped by themselves."""
     return entry_digests(partitions, question, (max_tokens,))[0]
 
 
@@ -101,7 +100,6 @@ class ExactCache:
         return sealed is not None and self._store.offer(key, sealed, self._settings.ttl)
 
     def key(self, question: Question, epoch: bytes, max_tokens: int | None) -> CacheKey:
-        """Names an answer; `max_tokens` is None for those that stopped by themselves."""
         digest = entry_digest(self._partitions, question, max_tokens)
         return CacheKey(EntryKind.RESPONSE, self._partitions.of(question.tenant, epoch), digest)
 
@@ -122,7 +120,6 @@ class ExactCache:
     async def _read(
         self, question: Question, epoch: bytes, within: float
     ) -> tuple[bytes | None, CachedCompletion | None]:
-        """Returns the epoch in the store, and the answer under the given epoch, in one round trip."""
         partition = self._partitions.of(question.tenant, epoch)
         digests = entry_digests(self._partitions, question, (None, question.max_tokens))
         keys = [CacheKey(EntryKind.RESPONSE, partition, digest) for digest in digests]

@@ -1,8 +1,5 @@
-"""Elects the replica that generates an answer: a lease in Redis with a fencing token and a heartbeat.
-
-The token names the stream that its holder writes to. A holder that was paused past its lease writes to a stream without
-readers.
-"""
+"""Elects the replica that generates an answer: a lease in Redis with a fencing token and a heartbeat. The token names
+the stream, so a holder that was paused past its lease writes without readers."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ class Lease:
 
 
 class Leases:
-    """Takes, keeps and gives back leases, and carries the streams that belong to them. All raise StoreFault."""
+    """All methods raise StoreFault."""
 
     def __init__(self, urgent: RedisLink, patient: RedisLink, settings: SingleFlightSettings) -> None:
         self._urgent = urgent
@@ -51,8 +48,8 @@ class Leases:
         self._returning: set[asyncio.Task[None]] = set()
 
     async def take(self, answer: CacheKey, within: float | None = None) -> tuple[Lease, bool]:
-        """Returns the lease in force, and whether it was taken now. `within` shortens the budget, in seconds. Where no
-        answer came in time it may have been taken all the same, and is given back."""
+        """The lease in force, and whether it was taken now. Without an answer in time it may have been taken all the
+        same, and is given back."""
         key = CacheKey(EntryKind.LEASE, answer.partition, answer.digest)
         token = secrets.token_hex(TOKEN_BYTES)
         lease = round(1000 * self._settings.lease)
@@ -85,12 +82,12 @@ class Leases:
         )
 
     async def extend(self, lease: Lease) -> bool:
-        """Returns False where it is lost."""
+        """False where it is lost."""
         arguments = (1, lease.key.name, lease.token, round(1000 * self._settings.lease))
         return await self._urgent.write(lambda client: client.eval(EXTEND, *arguments), lambda reply: reply == 1)
 
     async def release(self, lease: Lease) -> None:
-        """Releases the lease, so that another replica can begin at once."""
+        """Lets another replica begin at once."""
         await self._urgent.write(lambda client: client.eval(RELEASE, 1, lease.key.name, lease.token), ignored)
 
     async def aclose(self) -> None:
@@ -120,7 +117,7 @@ class Leases:
         await self._urgent.write(command, ignored)
 
     async def read(self, lease: Lease, after: str, block: float) -> tuple[str, Sequence[bytes]]:
-        """Returns new messages and the place of the last, after waiting for the first one as long as `block`."""
+        """New messages and the place of the last; waits `block` for the first."""
         milliseconds = max(1, round(1000 * block))
         entries = await self._patient.read(
             lambda client: client.xread({lease.stream.name: after}, count=MESSAGES, block=milliseconds),
@@ -133,7 +130,6 @@ class Leases:
 
 
 def _entries(reply: object) -> list[tuple[str, bytes]]:
-    """Places and messages of the one stream that was asked for; an entry without a message has an empty one."""
     streams = reply_as(reply, list[tuple[bytes, list[tuple[bytes, list[bytes]]]]] | None) or []
     found: list[tuple[str, bytes]] = []
     for _, entries in streams[:1]:

@@ -1,4 +1,4 @@
-"""Runs a generation by itself, independently of its readers."""
+"""Runs a generation independently of its readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ AHEAD = 2048  # parts that it may be ahead of its reader
 
 
 class Pump:
-    """Implements `Generation` over an async generator that runs in a task: for sources that an interrupted `next` would
-    break, or whose other readers, elsewhere, must not wait for this one."""
+    """Drives an async generator in a task: for sources that an interrupted `next` would break, or whose readers
+    elsewhere must not wait for this one."""
 
     def __init__(self, source: AsyncGenerator[AnswerPart, None], tasks: set[asyncio.Task[None]]) -> None:
         self._source = source
@@ -70,7 +70,6 @@ class Pump:
 
 
 async def parts_of(generation: Generation) -> AsyncGenerator[AnswerPart, None]:
-    """Yields the parts up to the ending, for one reader; closes the generation."""
     try:
         while True:
             try:

@@ -1,7 +1,5 @@
-"""Continues an answer from another source: parts that were delivered are checked and left out.
-
-Two generations of one answer agree in ids and text, but not in the borders of their messages.
-"""
+"""Continues an answer from another source: delivered parts are checked and left out. Two generations of one answer
+agree in ids and text, but not in the borders of their messages."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from cache.api import BEGUN, AnswerPart, Diverged, Unfinished
 
 
 class Skipper:
-    """Leaves out of a fresh answer what has been delivered of it."""
-
     def __init__(self, delivered: Sequence[AnswerPart]) -> None:
         self._ids = [i for part in delivered for i in part.token_ids]
         self._text = "".join(part.text for part in delivered)
@@ -20,7 +16,7 @@ class Skipper:
         self._text_at = 0
 
     def rest(self, part: AnswerPart) -> AnswerPart | None:
-        """Returns the new rest of the part, None where there is none. Raises Diverged."""
+        """Raises Diverged where the part contradicts what was delivered."""
         ids = self._ids[self._ids_at : self._ids_at + len(part.token_ids)]
         text = self._text[self._text_at : self._text_at + len(part.text)]
         if part.token_ids[: len(ids)] != tuple(ids) or not part.text.startswith(text):
@@ -36,7 +32,7 @@ class Skipper:
 
 
 async def resume(delivered: Sequence[AnswerPart], fresh: AsyncIterator[AnswerPart]) -> AsyncGenerator[AnswerPart, None]:
-    """Yields the rest of an answer. Raises Diverged, or Unfinished where the source ends early."""
+    """Raises Diverged, or Unfinished where the source ends early."""
     skipper = Skipper(delivered)
     async for part in fresh:
         if part is BEGUN:

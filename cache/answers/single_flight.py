@@ -1,10 +1,9 @@
 """Coalesces identical requests in this process into one generation, read by all (single-flight).
 
-A `SharedGeneration` is an append-only log of parts and the generation that fills it. Readers attach at any time and
-read from the first part. No task of its own drives it: a reader at the end of the log fetches the next part, unless
-another one is fetching already. So the generation runs as fast as its fastest reader, a reader alone reads as directly
-as from the engine, and a leader that leaves is followed by the next reader. When the generation fails, the next
-reader's own way of generating continues where the log ends.
+A `SharedGeneration` is an append-only log of parts and the generation that fills it. No task drives it: a reader at the
+end of the log fetches the next part, unless another is fetching already. So the generation runs as fast as its fastest
+reader, and the next reader follows a leader that leaves. When the generation fails, that reader's own way of generating
+continues where the log ends.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ATTEMPTS = 2  # a leader and one replacement
 
 
 class _SharedReader:
-    """Reads a shared generation from its beginning; may come to lead it."""
+    """Reads from the beginning; may come to lead."""
 
     def __init__(self, shared: SharedGeneration, generate: Generate) -> None:
         self.generate = generate
@@ -38,8 +37,6 @@ class _SharedReader:
 
 
 class SharedGeneration:
-    """One answer on its way to one or more readers."""
-
     def __init__(self, counter: Counter) -> None:
         self.log: list[AnswerPart] = []
         self.begun = False  # a reader was admitted
@@ -66,13 +63,12 @@ class SharedGeneration:
         return not self.over and self.error is None
 
     def forget_leader(self) -> None:
-        """Drops the ended leader: the two refer to each other, and all of the leader's call would wait for a
-        collection."""
+        """Ends a cycle of references, or all of the leader's call would wait for a collection."""
         if not self.busy:
             self._leader = None
 
     def close(self) -> None:
-        """Ends it, if it has not ended: readers get Unfinished."""
+        """Gives readers Unfinished, if it has not ended."""
         if self.busy:
             self.error = Unfinished("the shared generation was ended")
             if self._generation is not None:
@@ -81,7 +77,6 @@ class SharedGeneration:
 
     @asynccontextmanager
     async def reader(self, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
-        """Yields a reader, and keeps the generation going for it."""
         reader = _SharedReader(self, generate)
         self._readers += 1
         self._candidates.append(reader)
@@ -95,8 +90,8 @@ class SharedGeneration:
                 self.close()
 
     async def next(self, reader: _SharedReader) -> AnswerPart:
-        """Returns the reader's next part. One method for all cases, since every coroutine between a token and its
-        reader costs. Raises StopAsyncIteration after the ending."""
+        """Raises StopAsyncIteration after the ending. One method for all cases, since every coroutine between a token
+        and its reader costs."""
         while (part := self._there(reader)) is None:
             if self._fetching:
                 await self._wait()
@@ -134,7 +129,6 @@ class SharedGeneration:
         return None
 
     async def _wait(self) -> None:
-        """Waits until the reader that fetches has done so."""
         self._waiting += 1
         try:
             await self._news.wait()
@@ -172,7 +166,6 @@ class SharedGeneration:
             self._counter.count("flight_replaced")
 
     def _lead(self) -> Generation | None:
-        """Lets the next candidate generate, from where the log ends. None where all have left."""
         if not self._candidates:
             self.error = self._failures[-1] if self._failures else self._refusal or Unfinished("no request generates")
             return None
@@ -187,8 +180,6 @@ class SharedGeneration:
 
 
 class SingleFlight:
-    """Holds all shared generations of this process, by the name of the answer."""
-
     def __init__(self, counter: Counter, linger: float = LINGER) -> None:
         self._counter = counter
         self._linger = linger
@@ -205,10 +196,7 @@ class SingleFlight:
     @asynccontextmanager
     async def join(self, key: CacheKey, generate: Generate) -> AsyncIterator[AsyncIterator[AnswerPart]]:
         """Yields the answer's parts from the first. `generate` is called if no other request generates it, or the one
-        that did fails.
-
-        It must not carry its own request's deadline: readers leave when theirs is over.
-        """
+        that did fails. It must not carry its request's deadline: readers leave when theirs is over."""
         shared = self._shared.get(key.name)
         if shared is None or not shared.joinable:
             shared = self._shared[key.name] = SharedGeneration(self._counter)
@@ -222,7 +210,7 @@ class SingleFlight:
             self._leave(key, shared)
 
     def forget_finished(self) -> None:
-        """Prevents new readers from joining a finished generation: its answer was flushed."""
+        """Lets no new reader join: the answer was flushed."""
         self._shared = {name: shared for name, shared in self._shared.items() if shared.busy}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Defines the caches' input and output as plain frozen data, and their protocols. Standard library only."""
+"""The caches' input and output as plain frozen data, and their protocols. Standard library only."""
 
 from __future__ import annotations
 

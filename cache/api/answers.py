@@ -1,4 +1,4 @@
-"""Answers: their messages, the question they belong to, and the cache of exact ones.
+"""Messages of an answer, the question they belong to, and the cache of exact ones.
 
 Instants are seconds since the epoch (`time.time`), since values outlive a process; durations are seconds.
 """
@@ -16,8 +16,7 @@ Parameter = Scalar | tuple["Parameter", ...]
 
 
 class AnswerPart(NamedTuple):
-    """One message of a streamed answer: what it added, and in the last one how it ended. A named tuple, since a hit
-    decodes hundreds of them while a caller waits."""
+    """One message of a streamed answer. A named tuple, since a hit decodes hundreds of them."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -44,14 +43,14 @@ BEGUN = AnswerPart((), "")
 
 
 class Generation(Protocol):
-    """An answer while it is generated, for one reader at a time."""
+    """Read by one reader at a time."""
 
     async def next(self) -> AnswerPart:
-        """Begins with the first call, which may give BEGUN. Loses nothing when it is cancelled and called again. Raises
+        """The first call begins, and may give BEGUN. Nothing is lost when it is cancelled and called again. Raises
         LeaderRefused where it may not begin, and StopAsyncIteration where it breaks off."""
 
     def close(self) -> None:
-        """Ends it. A `next` that waits ends soon. Does nothing the second time."""
+        """Ends it, and soon a waiting `next`. May be called twice."""
 
 
 Generate = Callable[[], Generation]
@@ -66,7 +65,7 @@ class Unfinished(Exception):
 
 
 class LeaderRefused(Exception):
-    """The leader was refused admission. Its own reader gets this; the next reader becomes leader."""
+    """Raised to a leader that was refused admission; the next reader becomes leader."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(str(reason))
@@ -75,7 +74,7 @@ class LeaderRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
-    """Everything about the model that shapes an answer and is not part of a request."""
+    """Covers everything about the model that shapes an answer and is not part of a request."""
 
     weights: str  # digest, in the format and dtype they are computed in
     tokenizer: str  # digest of tokenizer and chat template
@@ -107,13 +106,13 @@ class CachedCompletion:
         return tuple(i for part in self.parts for i in part.token_ids)
 
     def replay(self) -> Iterator[AnswerPart]:
-        """Yields the messages as they were streamed; not paced, so that only the reader's back-pressure slows them."""
+        """Yields the messages as they were streamed."""
         yield from self.parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Key of a request in the caches. Built from the engine's request, so that nothing is left out."""
+    """Built from the engine's request, so that nothing is left out."""
 
     tenant: str  # the authenticated identity, never a field of the request
     token_ids: tuple[int, ...]  # the whole rendered prompt
@@ -127,7 +126,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticTurn:
-    """A question as the semantic cache sees it: the last user turn is compared by meaning, all else exactly."""
+    """The last user turn is compared by meaning, all else exactly."""
 
     question: Question
     context: Parameter  # system prompt, history, template settings: anything that is not the last user turn
@@ -139,16 +138,16 @@ class SemanticTurn:
 
 
 class ResponseCache(Protocol):
-    """Caches exact answers. Nothing here raises, and nothing takes longer than the store's budget."""
+    """Nothing here raises, and nothing takes longer than the store's budget."""
 
     async def get(self, question: Question, allowance: Allowance) -> CachedCompletion | None: ...
 
     async def put(self, question: Question, completion: CachedCompletion) -> bool:
-        """Returns False where the answer is not one to keep, or was dropped under pressure."""
+        """False where the answer is not one to keep, or was dropped under pressure."""
 
 
 class Allowance:
-    """Remaining time that one request may wait for stores, all its lookups together. One object per request."""
+    """Limits how long one request waits for stores, all its lookups together."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._left = seconds
@@ -156,12 +155,11 @@ class Allowance:
 
     @property
     def left(self) -> float:
-        """Returns seconds, never negative."""
         return max(self._left, 0.0)
 
     @contextmanager
     def spending(self) -> Iterator[float]:
-        """Yields the seconds left; the time spent inside the block is taken off."""
+        """Yields the seconds left; takes off the time spent inside the block."""
         begun = self._clock()
         try:
             yield self.left

@@ -12,7 +12,7 @@ from cache.api.stores import BreakerState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """Meaning of the bytes of keys and values. Two engines share blocks only where every field is equal."""
+    """Two engines share blocks only where every field is equal."""
 
     layers: int
     kv_heads: int
@@ -24,13 +24,12 @@ class BlockLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token, all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """A run of whole pages, identified by its place in the chain of hashes."""
+    """Whole pages, identified by their place in the chain of hashes."""
 
     hash: bytes  # 32 bytes; of all tokens up to its end, and of all that shapes keys and values
     parent: bytes  # of the run before, or the chain's root
@@ -44,20 +43,19 @@ class Fetched:
 
 
 class BlockStore(Protocol):
-    """Keys and values that outlive the engine. Called from plain threads; nothing raises, and a fault is a miss."""
+    """Called from plain threads; nothing raises, and a fault is a miss."""
 
     @property
     def run_tokens(self) -> int:
-        """Returns whole pages, about as many as the configured bytes hold."""
+        """Tokens of whole pages, about as many as the configured bytes hold."""
 
     def worth(self, tokens: int) -> float | None:
-        """Returns the most seconds to wait for a fetch of `tokens` tokens. None: computing is predicted to be
-        faster."""
+        """Seconds to wait at most for a fetch. None: computing is predicted to be faster."""
 
     def fetch(
         self, partition: str, runs: Sequence[BlockRun], into: Sequence[memoryview], within: float
     ) -> Future[Fetched]:
-        """Fills the buffers, one a run, on the store's own thread. Until the future is done they may be written to."""
+        """Fills the buffers, one a run. Until the future is done they may be written to."""
 
     def used(self, partition: str, run: BlockRun) -> bool:
         """Counts a use. True: worth writing, call `keep`."""
@@ -72,8 +70,6 @@ class BlockStore(Protocol):
 
 
 class OpenBlockStore(BlockStore, Protocol):
-    """Result of `open_blocks`: the store, and the states of its connections."""
-
     @property
     def states(self) -> Mapping[str, BreakerState]:
         pass

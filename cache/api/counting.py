@@ -16,7 +16,7 @@ class Times:
 
 
 class Counter(Protocol):
-    """Receives counts and durations. Labels are names of rules and states, never a caller's text."""
+    """Labels are names of rules and states, never a caller's text."""
 
     def count(self, event: str, label: str = "", amount: int = 1) -> None: ...
 

@@ -22,7 +22,7 @@ class Grant:
 
 
 class SharedBuckets(Protocol):
-    """Buckets by the name of a tenant. A name that was never used has a full one."""
+    """Buckets by tenant. A new one is full."""
 
     @property
     def budget(self) -> float:
@@ -33,7 +33,7 @@ class SharedBuckets(Protocol):
         pass
 
     async def settle(self, tenant: str, size: BucketSize, owed: float, wanted: float) -> Grant:
-        """Takes what is owed whether or not it is there, and of `wanted` what is. A negative `wanted` gives back.
-        Raises StoreFault, and whether anything was taken is then not known."""
+        """Takes what is owed whether or not it is there, and of `wanted` what is; a negative one gives back. Where it
+        raises StoreFault, whether anything was taken is not known."""
 
     async def aclose(self) -> None: ...

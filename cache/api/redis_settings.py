@@ -13,7 +13,7 @@ REDIS_PORT, SENTINEL_PORT = 6379, 26379
 
 
 def positive(**values: float) -> None:
-    """Raises ValueError, with the name of one that is not."""
+    """Raises ValueError with the name of the first that is not."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be greater than 0, not {value}")
@@ -26,7 +26,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Login:
-    """Credentials of AUTH, which is not sent where both are empty."""
+    """AUTH is not sent where both are empty."""
 
     user: str = ""
     password: str = field(default="", repr=False)
@@ -44,8 +44,7 @@ class BreakerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RedisUrl:
-    """Parses `redis://[user[:password]@]host[:port][/database]`. The host keeps its case, since it may be a master's
-    name."""
+    """Keeps the case of the host, which may be a master's name."""
 
     tls: bool
     address: Address
@@ -54,7 +53,8 @@ class RedisUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises ValueError. The message repeats nothing of the URL, which may hold a password."""
+        """Parses `redis://[user[:password]@]host[:port][/database]`. A ValueError repeats nothing of it, which may hold
+        a password."""
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss"):
             raise ValueError("redis-url must begin with redis:// or rediss://")
@@ -84,7 +84,7 @@ def _host(parts: SplitResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sentinels:
-    """Sentinels as `[user@]host[:port],host[:port],…` gives them."""
+    """Sentinels are given as `[user@]host[:port],host[:port],…`."""
 
     addresses: tuple[Address, ...]
     user: str = ""
@@ -103,7 +103,7 @@ class Sentinels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """Access to Redis and its time budget. Files are read for each new connection, so that replaced files are used."""
+    """Files are read for each new connection, so that they can be replaced."""
 
     url: str  # as `RedisUrl` has it; with sentinels, its host is the name of the master that they watch
     password_file: Path | None = None  # replaces a password in the URL
@@ -151,12 +151,10 @@ class RedisSettings:
         return None if self.sentinels is None else Sentinels.parse(self.sentinels)
 
     def login(self) -> Login:
-        """Returns the login of the server that keeps entries. Raises OSError."""
         given = self.where.login
         return given if self.password_file is None else Login(given.user, _secret(self.password_file))
 
     def sentinel_login(self) -> Login:
-        """Returns the login of the sentinels. Raises OSError."""
         user = "" if self.sentinel_servers is None else self.sentinel_servers.user
         secret = self.sentinel_password_file
         return Login(user, "" if secret is None else _secret(secret))

@@ -29,8 +29,6 @@ class Verdict(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCandidate:
-    """A stored question similar enough to be considered, with its answer."""
-
     entry: CacheKey
     text: str  # the stored question
     similarity: float
@@ -48,7 +46,7 @@ class SemanticLookup:
 
 
 class SemanticCache(Protocol):
-    """Caches answers to similarly worded questions. Nothing here raises."""
+    """Answers similarly worded questions. Nothing here raises."""
 
     def begin(self, turn: SemanticTurn) -> Callable[[], object]:
         """Starts the part of a likely `lookup` that needs no store. Calling the result cancels it."""

@@ -1,7 +1,7 @@
 """Defines every setting of the caches once: name, type, default, bounds and help. Standard library only.
 
-An `…Options` class is what a user may set; it is mounted into the server's settings tree unchanged. The `…Settings`
-class beside it adds what only code and tests change. The tree's validation reads the `metadata` of a field.
+An `…Options` class, what a user may set, is mounted into the server's settings tree; the `…Settings` class beside it
+adds what only code and tests change. The tree's validation reads a field's `metadata`.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class SemanticOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SemanticSettings(SemanticOptions):
-    """Adds settings that only tests change."""
-
     strict_threshold: float = _STRICT  # for questions of the same words, which the embedder may still put apart
     min_tokens: int = 3  # of the embedder, in the last user turn
     max_tokens: int = 200
@@ -81,8 +79,6 @@ class SemanticSettings(SemanticOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixOptions:
-    """Keys and values of what prompts begin with, kept in Redis."""
-
     ttl: float = setting(3600.0, "seconds that a value is kept", **_LIFETIME)
     chunk_bytes: int = setting(1 << 20, "aimed at, of one value", ge=1 << 12, le=1 << 26)
     min_tokens: int = setting(128, "shorter prefixes are computed rather than fetched", ge=16)
@@ -90,8 +86,6 @@ class PrefixOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSettings(PrefixOptions):
-    """Settings of the shared tier of keys and values, which the engine process opens."""
-
     redis: RedisSettings
     key_file: Path | None = None  # None: the tier cannot be shared, and is refused
     queue_bytes: int = 64 * 2**20
@@ -118,7 +112,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """Options of all caches. Raises ValueError for what can never work."""
+    """Raises ValueError for what can never work."""
 
     redis_url: str | None = setting(
         None, "redis[s]://[user@]host:port/database, shared by replicas; unset: this process's memory"
@@ -156,8 +150,7 @@ class CacheOptions:
         )
 
     def blocks(self) -> BlockSettings | None:
-        """Returns settings of the engine's shared tier. None without Redis, or without a key that other engines
-        share."""
+        """None without Redis, or without a key that other engines share."""
         redis = self._redis()
         if redis is None or self.key_file is None:
             return None

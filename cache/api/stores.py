@@ -12,11 +12,11 @@ _NAME = re.compile(r"[0-9a-f]{8,128}\Z")
 
 
 class StoreFault(Exception):
-    """The store did not answer. A lookup makes it a miss and a count; it leaves this package from `flush` alone."""
+    """Makes a lookup a miss and a count; leaves this package from `flush` alone."""
 
 
 class InvalidKeyFile(ValueError):
-    """The key file cannot be used. The message has file and line, never their content."""
+    """The message has file and line, never their content."""
 
 
 class BreakerState(enum.StrEnum):
@@ -26,8 +26,6 @@ class BreakerState(enum.StrEnum):
 
 
 class EntryKind(enum.StrEnum):
-    """Kind of an entry. The value is the first part of its name in the store."""
-
     RESPONSE = "r"
     SEMANTIC = "s"
     DIRECTORY = "d"  # which semantic entries a partition has
@@ -45,7 +43,7 @@ def is_name(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CacheKey:
-    """Name of one entry. Both parts are keyed digests, so that a name reveals nothing about a prompt."""
+    """Both parts are keyed digests, so that a name reveals nothing about a prompt."""
 
     kind: EntryKind
     partition: str
@@ -62,8 +60,6 @@ class CacheKey:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPage:
-    """Some members of a directory: the semantic entries of one partition."""
-
     members: tuple[tuple[str, float], ...]  # (digest, cursor)
     total: int  # members altogether
     cursor: float  # of the last one that was read, also where it was left out as no digest
@@ -71,35 +67,32 @@ class DirectoryPage:
 
 
 class Store(Protocol):
-    """Stores bytes by name, with an age limit. Two exist, `memory` and `redis_store`, under one set of contract tests.
-
-    Every method but `offer` raises StoreFault where the store cannot answer in time.
-    """
+    """Implemented by `memory` and `redis_store`, under one set of contract tests. Every method but `offer` raises
+    StoreFault where the store cannot answer in time."""
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """One value a key, None where there is none. `within` shortens the store's own budget, in seconds."""
+        """One value a key. `within` shortens the store's own budget, in seconds."""
 
     async def set(self, key: CacheKey, value: bytes, ttl: float) -> None: ...
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """The value that the key has afterwards: the given one, or an earlier one."""
+        """Returns the given value, or an earlier one."""
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """Sets soon, off the caller's path, and makes the key a member of the directory. False: dropped under
-        pressure."""
+        """Sets soon, off the caller's path, and adds the key to the directory. False: dropped under pressure."""
 
     async def delete_many(self, keys: Sequence[CacheKey]) -> int:
         """Returns how many of them existed."""
 
     def scan(self, kind: EntryKind, partition: str) -> AsyncIterator[CacheKey]:
-        """Yields every live key of a partition that was there when the scan began, possibly more."""
+        """Yields every live key that was there when the scan began, possibly more."""
 
     async def members(
         self, directory: CacheKey, after: float, count: int, within: float | None = None
     ) -> DirectoryPage:
-        """Members that were added after a cursor, oldest first, at most `count`."""
+        """Begins after a cursor, oldest members first."""
 
     async def swap(self, key: CacheKey, old: bytes | None, value: bytes, ttl: float) -> bool:
-        """Sets if the key still has the old value, or none; returns whether it did."""
+        """Sets if the key still has the old value, or none; whether it did."""
 
     async def aclose(self) -> None: ...

@@ -1,8 +1,6 @@
-"""Defines the form of a run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag.
-
-The header describes the bytes and their place in the chain. It is authenticated together with the name, so that only
-the requested run opens, in the layout of this engine.
-"""
+"""A run of keys and values in Redis: fixed header, key id, nonce, sealed payload, tag. The header describes the bytes
+and their place in the chain, and is authenticated with the name, so that only the requested run opens, in the layout of
+this engine."""
 
 from __future__ import annotations
 
@@ -41,15 +39,15 @@ class RunCodec:
         self._counter = counter
 
     def key(self, partition: str, run: BlockRun) -> CacheKey:
-        """Returns a keyed name, since a bare hash of a prompt could be guessed."""
+        """A keyed name, since a bare hash of a prompt could be guessed."""
         return CacheKey(EntryKind.BLOCK, partition, mac(self._names, b"block", self._fingerprint, run.hash).hex())
 
     def payload_bytes(self, run: BlockRun) -> int:
-        """Returns the size of the keys and values alone, without header, nonce and tag."""
+        """Excludes header, nonce and tag."""
         return self._layout.token_bytes * run.tokens
 
     def seal(self, key: CacheKey, run: BlockRun, payload: bytes) -> bytes:
-        """Returns the stored value. Raises ValueError where the payload's length does not match the layout."""
+        """Raises ValueError where the payload does not match the layout."""
         if len(payload) != self.payload_bytes(run):
             raise ValueError(f"payload of {len(payload)} bytes, not {self.payload_bytes(run)}")
         header = self._header(run)
@@ -58,7 +56,7 @@ class RunCodec:
         return header + self._current + nonce + sealed
 
     def open(self, key: CacheKey, run: BlockRun, sealed: memoryview, into: memoryview) -> bool:
-        """Decrypts into the caller's buffer. Where anything is unexpected: False, a count, and an undefined buffer."""
+        """Where anything is unexpected: False, a count, and an undefined buffer."""
         size = self.payload_bytes(run)
         header = bytes(sealed[: HEADER.size])
         identity = bytes(sealed[HEADER.size : HEADER.size + ID_BYTES])

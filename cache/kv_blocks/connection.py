@@ -29,7 +29,7 @@ _SENTENCES = {"WRONGPASS": STRANGER, "NOAUTH": STRANGER, "NOPERM": FORBIDDEN}
 
 
 def connect(settings: RedisSettings, deadline: float, tls: TlsFiles | None = None) -> RespConnection:
-    """Raises OSError, RespError, and where nothing can be kept in what answers, UnfitError and NotMasterError."""
+    """Raises OSError, RespError, and where nothing can be kept, UnfitError and NotMasterError."""
     where, sentinels = settings.where, settings.sentinel_servers
     context = (tls or TlsFiles(settings)).context()
     address = where.address if sentinels is None else _master(settings, sentinels.addresses, context, deadline)
@@ -57,8 +57,7 @@ def _hello(link: RespConnection, deadline: float) -> object:
 def _master(
     settings: RedisSettings, sentinels: Sequence[Address], tls: ssl.SSLContext | None, deadline: float
 ) -> Address:
-    """Returns the answer of the first sentinel that knows the master. Each has its share of the time, since some may be
-    silent."""
+    """The first sentinel that knows the master. Each has its share of the time, since some may be silent."""
     login, name = settings.sentinel_login(), settings.where.address.host.encode()
     for at, address in enumerate(sentinels):
         now = time.monotonic()
@@ -73,8 +72,8 @@ def _master(
 
 
 class BlockConnection:
-    """Used by one thread at a time. Connecting may take longer than a fetch may wait (TLS, sentinels, a far server): it
-    continues in the background, and the next fetch finds the connection."""
+    """Used by one thread at a time. Connecting may take longer than a fetch may wait: it continues in the
+    background."""
 
     def __init__(self, settings: RedisSettings, breaker: Breaker, complaints: Complaints) -> None:
         self._settings = settings
@@ -87,12 +86,11 @@ class BlockConnection:
 
     @property
     def breaker(self) -> Breaker:
-        """Returns the breaker for its state: `open` reports successes and failures."""
         return self._breaker
 
     @contextmanager
     def open(self, deadline: float) -> Iterator[RespConnection]:
-        """Yields the connection, made now if need be. An exception inside drops it. Raises OSError and RespError."""
+        """An exception inside drops the connection. Raises OSError and RespError."""
         if not self._breaker.allow():
             raise RespError("breaker open")
         whole = False
@@ -122,7 +120,6 @@ class BlockConnection:
                 self._drop()
 
     def close(self) -> None:
-        """Closes; nothing may be opened any more."""
         self._connecting.shutdown(wait=False, cancel_futures=True)
         if self._coming is not None:
             self._coming.add_done_callback(_close_unused)

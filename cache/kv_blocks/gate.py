@@ -25,8 +25,6 @@ class Prediction:
 
 
 class FetchGate:
-    """Keeps the rates and decides. Thread-safe."""
-
     def __init__(self, token_bytes: int, min_tokens: int) -> None:
         self._token_bytes = token_bytes
         self._min_tokens = min_tokens
@@ -39,14 +37,13 @@ class FetchGate:
             return self._rates
 
     def fetched(self, size: int, seconds: float) -> None:
-        """Measures one fetch; `seconds` includes a round trip."""
+        """`seconds` includes a round trip."""
         with self._lock:
             net = max(seconds - (self._rates.round_trip or 0.0), seconds / 10, 1e-9)
             rate = _mixed(self._rates.bytes_per_second, size / net)
             self._rates = Rates(self._rates.round_trip, rate, self._rates.tokens_per_second)
 
     def answered(self, seconds: float) -> None:
-        """Measures one command without a payload: a round trip."""
         with self._lock:
             trip = _mixed(self._rates.round_trip, seconds)
             self._rates = Rates(trip, self._rates.bytes_per_second, self._rates.tokens_per_second)
@@ -59,8 +56,7 @@ class FetchGate:
             self._rates = Rates(self._rates.round_trip, self._rates.bytes_per_second, rate)
 
     def decide(self, tokens: int) -> Prediction:
-        """Decides by prediction. Before anything was measured the answer is to fetch, since only that gives a
-        measurement."""
+        """Fetches before anything was measured, since only that gives a measurement."""
         rates = self.rates
         if tokens < self._min_tokens:
             return Prediction(False, "short")

@@ -21,7 +21,7 @@ class SecondUse:
         self._seen: OrderedDict[str, _BlockSeen] = OrderedDict()
 
     def used(self, name: str) -> bool:
-        """Whether to write it now: used before, and not known to be in the store."""
+        """True for a name used before, and not known to be in the store."""
         with self._lock:
             before = self._seen.get(name)
             if before is None:
@@ -31,12 +31,11 @@ class SecondUse:
             return before is _BlockSeen.ONCE
 
     def kept(self, name: str) -> None:
-        """Records that it is in the store, or queued to be written."""
         with self._lock:
             self._put(name, _BlockSeen.KEPT)
 
     def lost(self, name: str) -> None:
-        """Records that it is not in the store. If it was used before, the next use returns True again."""
+        """If the name was used before, the next use returns True again."""
         with self._lock:
             if name in self._seen:
                 self._put(name, _BlockSeen.ONCE)

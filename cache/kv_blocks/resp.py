@@ -1,5 +1,4 @@
-"""Implements the part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's
-buffer."""
+"""The part of Redis's protocol that moves megabytes: one blocking connection, values read into the caller's buffer."""
 
 from __future__ import annotations
 
@@ -27,16 +26,15 @@ class RespError(Exception):
 
 
 class ForeignValueError(RespError):
-    """The key holds a foreign value. That concerns the key, and not the server."""
+    """A fault of the key, not of the server."""
 
 
 class OtherTypeError(ForeignValueError):
-    """The key holds a list, say, where a string was expected. The connection stays usable."""
+    """The key holds a list, say; the connection stays usable."""
 
 
 class RespConnection:
-    """Connects when made. Every call has a deadline on `time.monotonic`. After any error but OtherTypeError the
-    connection is useless."""
+    """Connects when made. Deadlines are on `time.monotonic`. After any error but OtherTypeError it is useless."""
 
     def __init__(self, address: Address, tls: ssl.SSLContext | None, deadline: float) -> None:
         self._socket = socket.create_connection(address, _left(deadline))
@@ -54,7 +52,7 @@ class RespConnection:
         self._socket.close()
 
     def send(self, *words: bytes | memoryview, deadline: float) -> None:
-        """Sends one command. Several may be sent before the first answer is read; answers come in the same order."""
+        """Several commands may be sent before the first answer is read."""
         head = bytearray(b"*%d\r\n" % len(words))
         self._socket.settimeout(_left(deadline))
         for word in words:
@@ -68,8 +66,7 @@ class RespConnection:
         self._socket.sendall(head)
 
     def answer(self, deadline: float, shape: ReplyBounds = SHORT) -> object:
-        """Reads one reply: a status, number, small value or short list. Raises RespError on an error reply and on
-        a reply that exceeds `shape`."""
+        """Reads anything but large values. Raises RespError, also on a reply that exceeds `shape`."""
         reader = ReplyReader()
         reader.begin(shape)
         reader.feed(self._head)
@@ -86,8 +83,8 @@ class RespConnection:
         return reader.reply
 
     def bulk(self, into: memoryview, deadline: float, begin: float | None = None) -> int | None:
-        """Reads a value into a buffer and returns its length, None where the key is absent. `begin` is an earlier
-        deadline for its first bytes. Raises ForeignValueError where the value does not fit, or is no string."""
+        """Returns the value's length, None where the key is absent. `begin` is an earlier deadline for its first bytes.
+        Raises ForeignValueError where the value does not fit, or is no string."""
         line = self._line(deadline if begin is None else begin)
         if line[:1] == b"-":
             word = line[1:].split(b" ", 1)[0].decode("ascii", "replace")

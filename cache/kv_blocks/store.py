@@ -25,7 +25,7 @@ CLOSE_WITHIN = 1.0
 
 
 class RedisBlocks:
-    """The `BlockStore` of one layout. No method raises, and none but `close` waits for Redis on the caller's thread."""
+    """No method raises, and only `close` waits for Redis on the caller's thread."""
 
     def __init__(self, settings: BlockSettings, layout: BlockLayout, keyring: Keyring, counter: Counter) -> None:
         self._settings = settings
@@ -102,7 +102,6 @@ class RedisBlocks:
         self._gate.computed(tokens, seconds)
 
     def drained(self, within: float) -> bool:
-        """Waits until the write queue is empty; False where that took longer than `within` seconds."""
         with self._change:
             return self._change.wait_for(lambda: self._queued == 0, within)
 
@@ -159,7 +158,7 @@ class RedisBlocks:
     def _take(
         self, link: RespConnection, key: CacheKey, run: BlockRun, into: memoryview, times: tuple[float, float]
     ) -> bool:
-        """Reads one value. `times`: deadline of its first bytes, deadline of all of it."""
+        """`times`: deadline of the first bytes, deadline of all of it."""
         size = self._codec.payload_bytes(run) + OVERHEAD
         if len(self._scratch) < size:
             self._scratch = bytearray(size)
@@ -176,7 +175,6 @@ class RedisBlocks:
         return True
 
     def _write(self) -> None:
-        """Runs the writing thread."""
         self._probe()
         while True:
             with self._change:
@@ -207,7 +205,7 @@ class RedisBlocks:
             self._policy.lost(key.name)
 
     def _probe(self) -> None:
-        """Measures the link with an ECHO if no fetch did lately: a gate that declines fetches gets no other figures."""
+        """Sends an ECHO if no fetch measured the link lately: a gate that declines fetches gets no other figures."""
         if time.monotonic() - self._measured < PROBE_EVERY and self._measured:
             return
         deadline = time.monotonic() + self._settings.timeout
@@ -226,6 +224,5 @@ class RedisBlocks:
 
 
 def _read_past(link: RespConnection, into: memoryview, deadline: float) -> None:
-    """Skips a value that is not needed any more."""
     with suppress(OtherTypeError):
         link.bulk(into, deadline)

@@ -1,4 +1,2 @@
-"""Opens caches: the front its caches and counters, the engine its store of keys and values.
-
-A module each, since an engine that opens blocks must not load Redis's asyncio client or the embedder.
-"""
+"""Opens the front's caches and counters, and the engine's store of keys and values: in a module each, since the engine
+must load neither Redis's asyncio client nor the embedder."""

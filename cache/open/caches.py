@@ -52,15 +52,11 @@ BATCH = 500  # names deleted at a time
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Parts that exist only with Redis: single-flight between replicas, and its own connections."""
-
     cross_process: CrossProcess
     link: RedisLink
 
 
 class Caches:
-    """Combines the response cache, the semantic cache once its embedder is loaded, and single-flight."""
-
     def __init__(self, settings: CacheSettings, context: CacheContext, shared: _Shared | None) -> None:
         self._settings = settings
         self._context = context
@@ -74,12 +70,11 @@ class Caches:
 
     @property
     def semantic(self) -> SemanticCache | None:
-        """Returns None where it is off, or while its embedder is loading."""
+        """None where it is off, or while its embedder is loading."""
         return self._semantic
 
     @property
     def why_no_semantic(self) -> str:
-        """Returns why there is no semantic cache; empty where there is one."""
         return "" if self._semantic is not None else self._failed or "its embedder is being loaded"
 
     @property
@@ -89,7 +84,6 @@ class Caches:
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes in this process, by holder."""
         match self._context.store:
             case MemoryStore() as store:
                 return {"memory": store.held}
@@ -99,17 +93,16 @@ class Caches:
 
     @property
     def remote(self) -> bool:
-        """Whether the store is another process: a lookup then takes a round trip."""
+        """Whether a lookup takes a round trip to another process."""
         return self._settings.redis is not None
 
     def allowance(self) -> Allowance:
-        """Returns a new request's budget for all its lookups together."""
+        """Covers all lookups of a request together."""
         redis = self._settings.redis
         return Allowance(redis.budget if redis else MEMORY_BUDGET)
 
     async def partition(self, tenant: str, allowance: Allowance) -> str | None:
-        """Returns the tenant's partition, for keys and values of prompts. None where the store does not answer: do not
-        share."""
+        """None where the store does not answer: do not share."""
         whole, prefixes = self._context.epochs.fresh(tenant), self._prefixes.fresh(tenant)
         if whole is None or prefixes is None:
             try:
@@ -124,8 +117,8 @@ class Caches:
     def join(
         self, question: Question, generate: Generate, allowance: Allowance | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[AnswerPart]]:
-        """Opens the answer, generated once for all identical requests of the moment. Raises ValueError for questions
-        that are not deterministic. With no allowance left, other replicas are left out."""
+        """Generates once for all identical requests of the moment; with no allowance left, other replicas are left out.
+        Raises ValueError for questions that are not deterministic."""
         if not question.deterministic:
             raise ValueError("two generations of this question would differ")
         epoch = self._context.epochs.known(question.tenant) or b""
@@ -136,19 +129,19 @@ class Caches:
         return self._single_flight.join(key, partial(self._shared.cross_process.generation, key, generate, within))
 
     def joinable(self, question: Question) -> bool:
-        """Whether `join` might follow a generation under way: in this process, or with Redis in any replica."""
+        """Whether `join` might follow a generation under way, here or in any replica."""
         if self._shared is not None:
             return True
         epoch = self._context.epochs.known(question.tenant) or b""
         return self._single_flight.joinable(self.responses.key(question, epoch, question.max_tokens))
 
     async def flush_tenant(self, tenant: str) -> None:
-        """Makes all of a tenant unreachable on every replica. Raises StoreFault, and has then flushed nothing."""
+        """Acts on every replica. Raises StoreFault, and has then flushed nothing."""
         await self._context.epochs.bump(tenant)
 
     async def flush(self, tenant: str, kinds: tuple[EntryKind, ...], entry_id: str = "") -> int:
-        """Deletes entries of some kinds, or the one of that id, and returns how many there were. Prefix blocks are not
-        counted: they become unreachable, on other replicas within a second. Raises StoreFault."""
+        """Deletes entries of some kinds, or the one of that id; returns their number. Prefix blocks, not counted,
+        become unreachable, on other replicas within a second. Raises StoreFault."""
         epoch = await self._context.epochs.current(tenant)
         partition = self._context.partitions.of(tenant, epoch)
         deleted = sum([await self._delete(kind, partition, entry_id) for kind in kinds if kind is not EntryKind.BLOCK])
@@ -161,7 +154,7 @@ class Caches:
         return deleted
 
     def change(self, settings: CacheSettings) -> None:
-        """Takes over what the response cache and the semantic cache may do; their stores stay as they are."""
+        """Changes what both caches may do; their stores stay as they are."""
         self._settings = replace(self._settings, response=settings.response, semantic=settings.semantic)
         self.responses.change(settings.response)
         if self._semantic is not None:
@@ -169,18 +162,16 @@ class Caches:
         self.load_semantic()
 
     def load_semantic(self) -> None:
-        """Begins to load the embedder, exporting it if need be; `semantic` is None until it is loaded."""
+        """Exports the embedder if need be; `semantic` is None until it is loaded."""
         if self._settings.semantic.mode is not Mode.OFF and self._loading is None:
             self._loading = asyncio.get_running_loop().create_task(self._load(), name="load embedder")
 
     async def loaded(self) -> bool:
-        """Waits for the embedder, and returns whether it could be loaded."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
         return self._semantic is not None
 
     async def aclose(self) -> None:
-        """Ends generations and threads, writes what can be written within a second."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait([self._loading])
@@ -223,7 +214,7 @@ class Caches:
 
 
 def open_caches(settings: CacheSettings, identity: ModelIdentity, counter: Counter) -> Caches:
-    """Opens without waiting for Redis, which may be down. Raises InvalidKeyFile."""
+    """Does not wait for Redis, which may be down. Raises InvalidKeyFile."""
     keyring = open_keyring(settings.key_file)
     partitions = Partitions(keyring, identity)
     largest = max(settings.response.max_bytes, settings.semantic.max_bytes)

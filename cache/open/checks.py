@@ -15,12 +15,11 @@ def check_key_file(path: Path) -> None:
 
 
 def check_redis(settings: RedisSettings) -> None:
-    """Reads the files that are named, and does not connect. Raises OSError."""
+    """Reads the named files, and does not connect. Raises OSError."""
     settings.login()
     settings.sentinel_login()
     TlsFiles(settings).context()
 
 
 def missing_for_semantic(model: Path | None) -> tuple[str, ...]:
-    """Packages that are not installed and that the semantic cache needs."""
     return missing(model)

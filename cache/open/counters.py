@@ -10,8 +10,6 @@ from cache.api import BORDERS, Times
 
 
 class Counters:
-    """Implements `Counter` for a process."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[tuple[str, str], int] = {}
@@ -29,7 +27,6 @@ class Counters:
             self._totals[event] = self._totals.get(event, 0.0) + seconds
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """Returns a copy: (event, label) → count."""
         with self._lock:
             return dict(self._counts)
 

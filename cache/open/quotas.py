@@ -8,7 +8,7 @@ from cache.store.redis_buckets import RedisBuckets
 
 
 def open_buckets(settings: CacheSettings, counter: Counter) -> SharedBuckets | None:
-    """Returns None without Redis. Does not wait for it. Raises InvalidKeyFile."""
+    """None without Redis. Does not wait for it. Raises InvalidKeyFile."""
     if settings.redis is None:
         return None
     names = b"" if settings.key_file is None else Keyring.read(settings.key_file).names

@@ -23,7 +23,7 @@ OVERHEAD = HEADER + NONCE + TAG
 
 
 class Envelope:
-    """Seals and opens. What does not open is None and a count with the reason as its label."""
+    """What does not open is None and a count with the reason as its label."""
 
     def __init__(self, keyring: Keyring, max_bytes: int, counter: Counter) -> None:
         self._ciphers = {key.id: AESGCM(key.secret) for key in keyring.sealing}
@@ -32,7 +32,7 @@ class Envelope:
         self._counter = counter
 
     def seal(self, key: CacheKey, value: bytes, max_bytes: int | None = None) -> bytes | None:
-        """Returns None, counted, where the value is larger than the bound, or than one that is tighter."""
+        """Returns None, counted, where the value is larger than the bound, or than the tighter `max_bytes`."""
         if len(value) > min(self._max_bytes, self._max_bytes if max_bytes is None else max_bytes):
             self._counter.count("cache_too_large", key.kind.name.lower())
             return None
@@ -41,7 +41,6 @@ class Envelope:
         return header + nonce + self._ciphers[self._current].encrypt(nonce, value, header + key.name.encode())
 
     def open(self, key: CacheKey, sealed: bytes) -> bytes | None:
-        """Returns None, counted, where anything is unexpected."""
         header, nonce = sealed[:HEADER], sealed[HEADER : HEADER + NONCE]
         reason = self._why_not(sealed, header)
         if not reason:

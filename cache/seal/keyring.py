@@ -1,4 +1,4 @@
-"""Holds the secrets of the caches, one for names and several for values, from a file that replicas share, or random.
+"""The secrets of the caches, one for names and several for values, from a file that replicas share, or random.
 
 The file has one secret a line, 64 hexadecimal digits each: `names <hex>`, then `<label> <hex>` for values. The first
 label seals; all labels open, so that a key is rotated by writing the new one above the old. Changing `names` starts
@@ -25,14 +25,13 @@ ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SealingKey:
-    """One secret for values, with the id that sealed values carry."""
+    """Sealed values carry its id."""
 
     secret: bytes
     id: bytes
 
     @classmethod
     def of(cls, secret: bytes) -> SealingKey:
-        """Derives the id from the secret, so that replicas agree on it."""
         return cls(secret, hashlib.sha256(b"whippet value key id" + secret).digest()[:ID_BYTES])
 
 
@@ -44,7 +43,6 @@ class Keyring:
 
     @classmethod
     def generate(cls) -> Keyring:
-        """Generates random secrets, which no other process has."""
         return cls(secrets.token_bytes(KEY_BYTES), (SealingKey.of(secrets.token_bytes(KEY_BYTES)),), shared=False)
 
     @classmethod
@@ -90,7 +88,7 @@ def _parse(path: Path, text: str) -> dict[str, bytes]:
 
 
 def open_keyring(path: Path | None) -> Keyring:
-    """Reads the file, or generates a keyring for this process alone."""
+    """Without a path, secrets are random, for this process alone."""
     if path is not None:
         return Keyring.read(path)
     log.debug("cache: no key file; entries can be read by this process alone, and are lost with it")

@@ -1,8 +1,8 @@
-"""Implements the one rule of visibility: names of partitions and entries, and the epochs that purge a tenant at once.
+"""Names partitions and entries, and keeps the epochs that purge a tenant at once.
 
 partition = HMAC(tenant key, weights ‖ tokenizer and template ‖ cache schema ‖ tenant epoch), where the tenant key is
-itself HMAC(names secret, tenant). An epoch is a random number kept in the store: replacing it, or losing it, makes all
-of a tenant's entries unreachable.
+itself HMAC(names secret, tenant). An epoch is a random number in the store: replacing or losing it makes all of a
+tenant's entries unreachable.
 """
 
 from __future__ import annotations
@@ -54,13 +54,11 @@ def encode_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def mac(key: bytes, *parts: bytes) -> bytes:
-    """Computes HMAC-SHA-256 over parts, each with its length, so that moving a border changes the digest."""
+    """HMAC-SHA-256 over parts with their lengths, so that moving a border changes the digest."""
     return hmac.digest(key, b"".join(struct.pack("<Q", len(part)) + part for part in parts), sha256)
 
 
 class Partitions:
-    """Names partitions and entries, under one key file and one model."""
-
     def __init__(self, keyring: Keyring, identity: ModelIdentity) -> None:
         self._names = keyring.names
         self._model = (identity.weights.encode(), identity.tokenizer.encode(), identity.adapter.encode())
@@ -70,12 +68,11 @@ class Partitions:
         self.epoch_key = lru_cache(KNOWN_EPOCHS)(self._epoch_key)
 
     def _epoch_key(self, tenant: str, purpose: bytes = ALL) -> CacheKey:
-        """Names the entry that holds a tenant's epoch. The same for all models, so that one purge covers all."""
+        """The same for all models, so that one purge covers all."""
         name = mac(self._tenant_key(tenant), purpose).hex()
         return CacheKey(EntryKind.EPOCH, name[:32], name[32:])
 
     def digest(self, tenant: str, purpose: bytes, *parts: bytes) -> str:
-        """Returns the second half of an entry's name."""
         return mac(self._tenant_key(tenant), purpose, *parts).hex()
 
     def _of(self, tenant: str, epoch: bytes) -> str:
@@ -86,12 +83,11 @@ class Partitions:
 
 
 def epoch_of(value: bytes | None) -> bytes | None:
-    """Returns the stored epoch; None where it is none."""
     return value if value is not None and len(value) == EPOCH_BYTES else None
 
 
 class Epochs:
-    """Holds each tenant's epoch, as last read. A lookup reads it beside its entry, and corrects it with `learn`."""
+    """A lookup reads a tenant's epoch beside its entry, and corrects it here by `learn`."""
 
     def __init__(
         self,
@@ -107,12 +103,12 @@ class Epochs:
         self._known: OrderedDict[str, tuple[bytes, float]] = OrderedDict()  # tenant → epoch, when it was read
 
     def known(self, tenant: str) -> bytes | None:
-        """Returns the epoch without reading the store; may be outdated."""
+        """As last read; may be outdated."""
         known = self._known.get(tenant)
         return None if known is None else known[0]
 
     def fresh(self, tenant: str) -> bytes | None:
-        """Returns the epoch without reading the store, if it is at most a second old."""
+        """As last read, if at most a second old."""
         known = self._known.get(tenant)
         return known[0] if known is not None and self._clock() - known[1] < RECENT else None
 
@@ -123,7 +119,7 @@ class Epochs:
             self._known.popitem(last=False)
 
     async def current(self, tenant: str, within: float | None = None) -> bytes:
-        """Reads the store, and begins an epoch where there is none. Raises StoreFault."""
+        """Begins an epoch where the store has none. Raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         key = self._partitions.epoch_key(tenant, self._purpose)
         standing = await self._store.set_if_absent(key, fresh, EPOCH_TTL, within)
@@ -137,8 +133,8 @@ class Epochs:
         return epoch
 
     async def recent(self, tenant: str, within: float | None = None) -> bytes:
-        """Returns an epoch at most a second old; where the store does not answer, as last read. Raises StoreFault where
-        it was never read."""
+        """At most a second old; else, where the store does not answer, as last read. Raises StoreFault where it was
+        never read."""
         fresh = self.fresh(tenant)
         if fresh is not None:
             return fresh
@@ -152,7 +148,7 @@ class Epochs:
             return known
 
     async def bump(self, tenant: str) -> None:
-        """Purges a tenant on every replica at once. Raises StoreFault, in which case nothing was purged."""
+        """Purges a tenant on every replica at once, or raises StoreFault."""
         fresh = secrets.token_bytes(EPOCH_BYTES)
         await self._store.set(self._partitions.epoch_key(tenant, self._purpose), fresh, EPOCH_TTL)
         self.learn(tenant, fresh)

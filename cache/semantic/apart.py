@@ -1,4 +1,4 @@
-"""Modules of ours in Python processes of their own."""
+"""Runs our modules in Python processes of their own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Builds a command that imports nothing from the working directory and prints no deprecation warnings of
-    libraries."""
+    """Imports nothing from the working directory and prints no libraries' deprecation warnings."""
     return [sys.executable, "-P", "-W", "ignore", "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment with a PYTHONPATH that finds the packages of this process."""
     root = str(Path(__file__).parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}

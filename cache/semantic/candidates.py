@@ -1,8 +1,6 @@
-"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: what it
-finds is read from the store before it counts, so that a deletion or an expiry acts on every replica at once.
-
-Embedding, adding and searching happen on one thread of their own; nothing else touches an index.
-"""
+"""Maintains this process's vector indexes, one per partition, and follows the store. An index is only a hint: the store
+is read before a finding counts, so that a deletion or an expiry acts on every replica at once. One thread embeds, adds
+and searches; nothing else touches an index."""
 
 from __future__ import annotations
 
@@ -31,8 +29,6 @@ RECENT = 256  # vectors of the latest lookups, which are wanted again when their
 
 @dataclass(slots=True, eq=False)
 class CandidateIndex:
-    """One partition's index, and how far it has followed the directory."""
-
     directory: CacheKey
     vectors: VectorIndex
     cursor: float = 0.0
@@ -42,15 +38,13 @@ class CandidateIndex:
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Result of a search, and the state of the index then."""
-
     vector: Vector
     found: list[tuple[str, float]]  # digest and similarity, best first
     changes: int
 
 
 class CandidateStore:
-    """Holds the indexes. With too many vectors the least recently used index is dropped."""
+    """With too many vectors, drops the least recently used index."""
 
     def __init__(self, context: CacheContext, embedder: Embedder, max_indexed: int) -> None:
         self._context = context
@@ -61,7 +55,7 @@ class CandidateStore:
         self._recent: OrderedDict[str, Vector] = OrderedDict()
 
     def begin(self, text: str, bounds: tuple[int, int], unfit: Callable[[str], bool]) -> Callable[[], object]:
-        """Embeds in advance of a lookup, unless the text is unfit. Calling the result cancels what has not begun."""
+        """Embeds ahead of a lookup, unless the text is unfit. Calling the result cancels what has not begun."""
 
         def work() -> None:
             if not unfit(text):
@@ -70,7 +64,7 @@ class CandidateStore:
         return self._worker.submit(work).cancel
 
     async def embed(self, text: str, least: int, most: int) -> Vector | None:
-        """Returns None where the text is too short or too long for the embedder to be trusted."""
+        """None where the text is too short or too long to be trusted."""
         return await self._on_worker(partial(self._embed, text, least, most))
 
     def index(self, directory: CacheKey) -> CandidateIndex:
@@ -96,7 +90,7 @@ class CandidateStore:
             index.following = asyncio.get_running_loop().create_task(self._catch_up(index), name="semantic follow")
 
     async def nearest(self, index: CandidateIndex, text: str, bounds: tuple[int, int], count: int) -> Nearest | None:
-        """Embeds and searches in one visit to the thread; None where the text is too short or too long."""
+        """Visits the thread once; None as `embed`."""
 
         def work() -> Nearest | None:
             vector = self._embed(text, *bounds)
@@ -107,7 +101,7 @@ class CandidateStore:
         return await self._on_worker(work)
 
     async def refreshed(self, index: CandidateIndex, nearest: Nearest, count: int) -> Nearest:
-        """Returns `nearest`, or the result of a new search if entries were added since."""
+        """Searches again if entries were added since."""
         if nearest.changes == index.vectors.changes:
             return nearest
         found = await self._on_worker(partial(index.vectors.search, nearest.vector, count))
@@ -117,8 +111,6 @@ class CandidateStore:
         await self._on_worker(partial(index.vectors.add, digest, vector))
 
     async def drop(self, index: CandidateIndex, digests: Sequence[str]) -> None:
-        """Removes entries that the store no longer has."""
-
         def work() -> None:
             for digest in digests:
                 index.vectors.remove(digest)
@@ -134,11 +126,9 @@ class CandidateStore:
         return stored
 
     def reject(self) -> None:
-        """Counts an entry that is not of this schema."""
         self._context.counter.count("cache_rejected", "schema")
 
     async def aclose(self) -> None:
-        """Ends tasks and thread."""
         for index in self._indexes.values():
             if index.following is not None:
                 index.following.cancel()
@@ -155,7 +145,6 @@ class CandidateStore:
             self._context.counter.count("semantic_follow", "fault")
 
     async def _page(self, index: CandidateIndex, size: int, within: float | None) -> bool:
-        """Reads some members and their entries into the index. Returns whether there may be more."""
         begun = time.monotonic()
         page = await self._context.store.members(index.directory, index.cursor, size, within)
         missing = [digest for digest, _ in page.members if digest not in index.vectors]

@@ -1,8 +1,5 @@
-"""Texts to unit vectors: an exported model on one thread, one text at a time. In C where the processor and the folder
-allow it, else under onnxruntime.
-
-Used by one thread. Durations are in docs/measurements/caches.md.
-"""
+"""Texts to unit vectors: an exported model on one thread, one text at a time, in C where the processor and the folder
+allow it, else under onnxruntime. Durations are in docs/measurements/caches.md."""
 
 from __future__ import annotations
 
@@ -36,15 +33,13 @@ class Embedder(Protocol):
     def width(self) -> int: ...
 
     def tokens(self, text: str) -> int:
-        """Counts tokens of the text without the marks at both ends. Nothing is ever truncated."""
+        """Counts tokens without the marks at both ends. Nothing is ever truncated."""
 
     def embed(self, text: str) -> Vector:
         pass
 
 
 class ModelEmbedder:
-    """An `Embedder` from a folder that `export` wrote, with a runtime for its model."""
-
     def __init__(self, folder: Path, digest: str, width: int, encode: Callable[[Sequence[int]], Vector]) -> None:
         # Imported here, since it takes long and a server with the cache off does not need it.
         from tokenizers import Tokenizer
@@ -81,7 +76,7 @@ class ModelEmbedder:
 
 
 def open_embedder(folder: Path) -> ModelEmbedder:
-    """Opens the fastest runtime that the folder has and this machine supports."""
+    """The fastest runtime that the folder has and this machine supports."""
     made = json.loads((folder / MANIFEST).read_text())["runtimes"]
     if NATIVE in made and not lacking():
         try:
@@ -95,7 +90,7 @@ def open_embedder(folder: Path) -> ModelEmbedder:
 
 
 def native_embedder(folder: Path) -> ModelEmbedder:
-    """Opens the encoder in C. Raises OSError where the folder has none."""
+    """Raises OSError where the folder has no encoder in C."""
     return _embedder(folder, NATIVE, NativeEncoder(folder))
 
 

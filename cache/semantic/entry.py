@@ -38,7 +38,7 @@ def pack_entry(entry: SemanticEntry) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An entry as it was read. Vector and answer are decoded on demand, since most are never used."""
+    """Vector and answer are decoded on demand, since most are never used."""
 
     text: str
     entry_id: str
@@ -46,18 +46,17 @@ class Stored:
     _completion: bytes
 
     def vector(self) -> Vector | None:
-        """Returns None where it is not a unit vector."""
+        """None where it is not a unit vector."""
         vector = np.frombuffer(self._vector, np.float16).astype(np.float32)
         length = float(np.linalg.norm(vector))
         return vector / length if 0.9 < length < 1.1 else None
 
     def completion(self) -> CachedCompletion | None:
-        """Returns None where it is not a whole answer of this schema."""
+        """None where it is not a whole answer of this schema."""
         return unpack_completion(self._completion, self.entry_id)
 
 
 def unpack_entry(data: bytes, width: int, entry_id: str) -> Stored | None:
-    """Returns None where it is not an entry of this schema and width."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):

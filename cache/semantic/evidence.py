@@ -1,13 +1,12 @@
 """Decides when observed answers allow a candidate to be served: by a bound on its error rate and limits on its pace.
 
-An observation records whether a candidate's answer would have been right. With s right and f wrong observations, the
-share of right answers is Beta(s + 1, f + 1) distributed. Serving is allowed if that share exceeds 1 − δ with the
-configured confidence: with no wrong observation, δ = 1 % and 95 % confidence, this takes 298 observations.
+With s right and f wrong observations, the share of right answers is Beta(s + 1, f + 1) distributed. Serving is allowed
+if that share exceeds 1 − δ with the configured confidence: with no wrong observation, δ = 1 % and 95 % confidence, this
+takes 298 observations.
 
-An attacker can ask harmless questions to gather evidence, under as many callers as a tenant has tokens. Right
-observations are therefore throttled: one caller makes up at most a quarter of the count, the observations and the new
-callers that count per day are limited, and a day must lie between the first and the last. Every wrong observation
-counts, at once.
+An attacker can gather evidence by harmless questions, under as many callers as a tenant has tokens. So one caller makes
+up at most a quarter of the right observations, those that count per day and their new callers are limited, and a day
+must lie between the first and the last. Every wrong observation counts, at once.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _DAY_DECODER = msgspec.msgpack.Decoder(_RawDay)
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Counts the observations of one difference between questions, or of one entry. Times are Unix times in seconds."""
+    """Times are Unix times in seconds."""
 
     right: dict[bytes, int] = field(default_factory=dict)  # caller → right observations
     wrong: int = 0
@@ -63,12 +62,11 @@ class Evidence:
 
     @property
     def counted(self) -> int:
-        """Counts the right observations, capping each caller's at 1/CALLERS of the result."""
+        """Each caller's observations are capped at 1/CALLERS of the result."""
         return counted(self.right.values())
 
     def with_one(self, caller: bytes, right: bool) -> Evidence:
-        """Adds an observation without the limits per day, to evidence that can only stop an answer from being
-        served."""
+        """Ignores the limits per day: for evidence that can only stop an answer from being served."""
         if not right:
             return replace(self, wrong=min(self.wrong + 1, MOST))
         if caller not in self.right and len(self.right) >= MOST_CALLERS:
@@ -76,8 +74,7 @@ class Evidence:
         return replace(self, right={**self.right, caller: min(self.right.get(caller, 0) + 1, MOST)})
 
     def with_right(self, caller: bytes, now: float) -> Evidence:
-        """Adds a right observation. Returns the same object if the observation does not count, because a limit of the
-        day is reached or `now` lies on a day before `last`."""
+        """Returns itself if the day's limit is reached or `now` lies on a day before `last`."""
         second = int(now)
         same_day = bool(self.right) and second // DAY == self.last // DAY
         today, new = (self.today, self.new) if same_day else (0, 0)
@@ -96,7 +93,6 @@ class Evidence:
 
 
 def unpack_evidence(data: bytes) -> Evidence | None:
-    """Returns None if the data is not evidence of this schema."""
     try:
         raw = _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -109,13 +105,10 @@ def unpack_evidence(data: bytes) -> Evidence | None:
 
 @dataclass(frozen=True, slots=True)
 class TenantDay:
-    """Counts a tenant's right observations on one day, over all differences."""
-
     day: int = 0
     counted: int = 0
 
     def with_one(self, now: float) -> TenantDay | None:
-        """Counts one more observation. Returns None if the day's limit is reached or `now` lies on an earlier day."""
         day = int(now) // DAY
         if day > self.day:
             return TenantDay(day, 1)
@@ -126,7 +119,6 @@ class TenantDay:
 
 
 def unpack_day(data: bytes) -> TenantDay | None:
-    """Returns None if the data is not a day of this schema."""
     try:
         raw = _DAY_DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError):
@@ -135,14 +127,13 @@ def unpack_day(data: bytes) -> TenantDay | None:
 
 
 def counted(shares: Collection[int]) -> int:
-    """Returns the greatest total T to which each share adds T/CALLERS at most. 0 for fewer than CALLERS shares."""
+    """The greatest total T to which each share adds T/CALLERS at most; 0 for fewer than CALLERS shares."""
     ordered = sorted(shares, reverse=True)
     # With the k greatest cut, T = k·T/CALLERS + the rest; cutting too few or too many gives more.
     return min(sum(ordered[cut:]) * CALLERS // (CALLERS - cut) for cut in range(CALLERS))
 
 
 def chance_above(right: int, wrong: int, error: float) -> float:
-    """Returns the probability that the share of wrong answers is greater than `error`."""
     trials = right + wrong + 1
     # P(share right ≤ 1 − e) of a Beta(s + 1, f + 1) is a tail of a binomial: at most f of n + 1 are wrong.
     total = 0.0
@@ -153,7 +144,7 @@ def chance_above(right: int, wrong: int, error: float) -> float:
 
 
 def proven(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Returns whether the bound on the error holds and the evidence spans at least AGE seconds."""
+    """Whether the bound on the error holds, over at least AGE seconds."""
     if evidence.last - evidence.first < AGE:
         return False
     right, wrong = evidence.counted, evidence.wrong
@@ -162,7 +153,7 @@ def proven(evidence: Evidence, error: float, confidence: float) -> bool:
 
 
 def refuted(evidence: Evidence, error: float, confidence: float) -> bool:
-    """Whether the bound is broken, with the same confidence. Every observation counts: this only takes away."""
+    """Whether the bound is broken with the same confidence. Every observation counts: this only takes away."""
     right, wrong = sum(evidence.right.values()), evidence.wrong
     if wrong == 0:
         return False

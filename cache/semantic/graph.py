@@ -18,7 +18,7 @@ Array = npt.NDArray[np.float32]
 
 
 class NotExportable(ValueError):
-    """The model's architecture is not the one of this graph."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,6 @@ def read_shape(described: Mapping[str, Any]) -> EncoderShape:
 
 @dataclass(slots=True)
 class _Builder:
-    """Collects nodes and weights; every node has one output, named after its place."""
-
     shape: EncoderShape
     weights: Mapping[str, Array]
     nodes: list[NodeProto] = field(default_factory=list)
@@ -85,7 +83,7 @@ class _Builder:
         return self.constant(np.array(values, np.int64))
 
     def heads(self, x: str, order: Sequence[int]) -> str:
-        """Transforms [n, d] → [heads, n, d / heads], axes in the given order."""
+        """[n, d] → [heads, n, d / heads], axes in the given order."""
         split = self.ints(-1, self.shape.heads, self.shape.width // self.shape.heads)
         return self.node("Transpose", self.node("Reshape", x, split), perm=list(order))
 
@@ -125,7 +123,6 @@ class _Builder:
 
 
 def build(shape: EncoderShape, weights: Mapping[str, Array]) -> ModelProto:
-    """Builds the graph in fp32."""
     builder = _Builder(shape, weights)
     x = builder.embeddings()
     for number in range(shape.layers):

@@ -1,4 +1,4 @@
-"""Decides by words alone whether two questions may share an answer. Near vectors have the same topic; these rules
+"""Decides by words alone whether two questions may share an answer: near vectors have the same topic, and these rules
 decide whether they ask the same.
 
 `veto` names the rule that forbids it; `strictly_equal` alone permits it without further evidence.
@@ -19,13 +19,13 @@ _PLAIN = re.compile(r"[a-z0-9][a-z0-9_.'’-]*")  # a word of ASCII alone
 
 
 def strictly_equal(one: str, other: str) -> bool:
-    """Returns whether both questions have the same words in the same order, as `words` normalizes them."""
+    """Compares words as `words` normalizes them, in their order."""
     a = words_of(one)
     return bool(a.letters) and a.words == words_of(other).words
 
 
 def veto(one: str, other: str) -> str:
-    """Returns the name of the first rule that separates the two, empty where none does."""
+    """The first rule that separates the two, empty where none does."""
     a, b = words_of(one), words_of(other)
     if a.words == b.words:  # no rule could tell them apart
         return ""
@@ -38,7 +38,6 @@ def fleeting(text: str) -> bool:
 
 
 def _base(word: str) -> str:
-    """Removes the s of a plural; equal words have equal bases."""
     return word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word
 
 
@@ -59,7 +58,6 @@ def _numbers(a: Words, b: Words) -> bool:
 
 
 def _form(a: Words, b: Words) -> bool:
-    """Whether only case, signs, blanks or accents separate the two."""
     return a.letters == b.letters
 
 

@@ -54,7 +54,6 @@ class VectorIndex:
             self._rows[place] = self._rows[len(self._names)]
 
     def search(self, vector: Vector, count: int) -> list[tuple[str, float]]:
-        """Returns the best first."""
         self._move()
         found: list[tuple[str, float]] = []
         if self._names:

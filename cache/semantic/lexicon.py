@@ -1,4 +1,4 @@
-"""Lists English words that the guard knows, by what they decide. Data alone."""
+"""English words that the guard knows, by what they decide. Data alone."""
 # ruff: noqa: SIM905 - lists of words read better as lines of words
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Runs the sentence encoder in C (`encoder.c`): compiled once where an embedder is made, loaded where the processor
-supports it. Used by one thread."""
+"""Runs the sentence encoder in C (`encoder.c`), compiled once where an embedder is made. Used by one thread."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ WHOLE_PARTS = ("words", "word_scale", "places", "norm_scale", "norm_bias")
 
 
 class NotNative(RuntimeError):
-    """The encoder in C cannot be made for this machine or this model."""
+    pass
 
 
 class _EncoderLinear(ctypes.Structure):
@@ -59,12 +58,12 @@ class _Encoder(ctypes.Structure):
 
 
 def hidden() -> frozenset[str]:
-    """Returns flags of `NEEDS` that the environment treats as absent."""
+    """Flags of `NEEDS` that the environment treats as absent."""
     return frozenset(NEEDS) & frozenset(os.environ.get(HIDE, "").replace(",", " ").split())
 
 
 def lacking() -> str:
-    """Returns needed flags that this machine's processor lacks; empty where it has all."""
+    """Needed flags that this machine's processor lacks; empty where it has all."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"{sys.platform} on {platform.machine()}"
     try:
@@ -130,7 +129,7 @@ def _layer(weights: Mapping[str, Array], heads: int) -> dict[str, Array]:
 
 
 def write_weights(target: Path, weights: Mapping[str, Array], layers: int, heads: int, epsilon: float) -> None:
-    """Writes a BERT in eight bits and in the order of `encoder.c`. Raises NotNative."""
+    """Writes eight bits, in the order of `encoder.c`. Raises NotNative."""
     words = weights["embeddings.word_embeddings.weight"]
     if words.shape[1] // heads not in (32, 64):
         raise NotNative(f"heads of {words.shape[1] // heads}")
@@ -152,8 +151,6 @@ def write_weights(target: Path, weights: Mapping[str, Array], layers: int, heads
 
 
 class NativeEncoder:
-    """Encodes tokens to a unit vector, from a folder with `LIBRARY` and `WEIGHTS`."""
-
     def __init__(self, folder: Path) -> None:
         self._tensors: dict[str, Array] = {}
         with safe_open(folder / WEIGHTS, "numpy") as file:
@@ -179,7 +176,7 @@ class NativeEncoder:
         self._work = _aligned(np.empty(room, np.uint8))
 
     def __call__(self, ids: Sequence[int]) -> Vector:
-        """Raises ValueError where there are none, too many, or unknown ones."""
+        """Raises ValueError for no tokens, too many, or unknown ones."""
         given = np.array(ids, np.int32)
         if not 0 < given.size <= self._places or given.min() < 0 or given.max() >= self._words:
             raise ValueError(f"{given.size} tokens, of {self._places} at most and all below {self._words}")

@@ -1,7 +1,7 @@
 """Keeps evidence in the store: one sealed value for each kind of difference, changed by compare-and-set.
 
-The kind of a difference is the words that only one of the two questions has, and whether the shared words are
-reordered. So three hundred observations that `quickly` is harmless are evidence for `quickly` and for no other word.
+The kind is the words that only one of two questions has, and whether the shared words are reordered: three hundred
+observations that `quickly` is harmless are evidence for no other word.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TRIES = 4  # attempts to change a value that another replica changes at the sam
 
 
 def difference(one: str, other: str) -> tuple[tuple[tuple[str, ...], ...], bool]:
-    """Returns the words of each question that the other lacks, and whether the shared words are reordered. The result
-    is the same for both orders of the arguments. Articles, `not`, `do` and `be` are joined to the word that follows:
-    that `an` was harmless before `apple` is no evidence for `an` before `iron`."""
+    """Words of each question that the other lacks, and whether the shared ones are reordered; symmetric. Articles,
+    `not`, `do` and `be` are joined to the next word: that `an` was harmless before `apple` is no evidence for `an`
+    before `iron`."""
     a, b = _spoken(one), _spoken(other)
     mine, theirs = Counter(a) - Counter(b), Counter(b) - Counter(a)
     moved = [word for word in a if word not in mine] != [word for word in b if word not in theirs]
@@ -48,7 +48,7 @@ def _spoken(text: str) -> list[str]:
 
 
 class Observations:
-    """Names, reads and extends evidence. `clock` returns seconds since 1970, since evidence outlives the process."""
+    """`clock` returns seconds since 1970, since evidence outlives the process."""
 
     def __init__(self, context: CacheContext, clock: Callable[[], float] = time.time) -> None:
         self._context = context
@@ -56,25 +56,23 @@ class Observations:
         self._adding = asyncio.Lock()  # within a process, updates do not conflict
 
     def strict(self, entry: CacheKey) -> CacheKey:
-        """Names the evidence about all pairs with equal words in an entry's directory."""
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS])
 
     def learned(self, tenant: str, entry: CacheKey, one: str, other: str) -> CacheKey:
-        """Names the evidence about all pairs in an entry's directory that differ as these two questions do."""
+        """About all pairs in an entry's directory that differ as these two do."""
         kind = self._context.partitions.digest(tenant, b"difference", encode(difference(one, other)))
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest[:DIRECTORY_DIGITS] + kind[:DIRECTORY_DIGITS])
 
     def wrongs(self, entry: CacheKey, strict: bool) -> CacheKey:
-        """Names the evidence about one entry: how often its answer would have been wrong."""
+        """How often one entry's answer would have been wrong."""
         return CacheKey(EntryKind.EVIDENCE, entry.partition, entry.digest + ("01" if strict else "00"))
 
     def day(self, tenant: str, entry: CacheKey) -> CacheKey:
-        """Names the count of a tenant's right observations of the day."""
         digest = self._context.partitions.digest(tenant, b"day of evidence")
         return CacheKey(EntryKind.EVIDENCE, entry.partition, digest[:DIRECTORY_DIGITS])
 
     def open(self, key: CacheKey, sealed: bytes | None) -> Evidence:
-        """Returns empty evidence, and counts a rejection, if the value is damaged or of another schema."""
+        """Counts a rejection if the value is damaged or of another schema."""
         return self._opened(key, sealed, unpack_evidence) or Evidence()
 
     async def read(self, keys: Sequence[CacheKey], within: float | None) -> tuple[Evidence, ...]:
@@ -82,8 +80,7 @@ class Observations:
         return tuple(map(self.open, keys, values))
 
     async def add(self, key: CacheKey, tenant: str, caller: str, right: bool) -> None:
-        """Adds an observation without the limits per day, to evidence that can only stop an answer from being served.
-        Raises StoreFault."""
+        """Ignores the limits per day: for evidence that can only stop answers. Raises StoreFault."""
         tag = self._tag(tenant, caller)
 
         async def once() -> bool:
@@ -93,7 +90,7 @@ class Observations:
         await self._tried(once)
 
     async def learn(self, key: CacheKey, day: CacheKey, tenant: str, caller: str) -> None:
-        """Adds a right observation of a difference, unless a limit in `evidence` excludes it. Raises StoreFault."""
+        """Respects the limits in `evidence`. Raises StoreFault."""
         tag, store = self._tag(tenant, caller), self._context.store
 
         async def once() -> bool:

@@ -1,4 +1,4 @@
-"""Implements the semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
+"""The semantic cache: finds similar questions, decides by guard and evidence, then serves or learns."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ def same_answer(one: CachedCompletion, other: CachedCompletion) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _SimilarQuestion:
-    """A similar stored question, and the rule that vetoes it, if any."""
-
     key: CacheKey
     similarity: float
     stored: Stored
@@ -60,8 +58,7 @@ class _Read:
 
 
 def _unfit(turn: SemanticTurn) -> str:
-    """Returns why a question is not eligible, empty where it may be. `fleeting` is checked later, as it takes
-    longer."""
+    """Empty for an eligible question. `fleeting` takes longer and is checked later."""
     if not (turn.greedy and turn.question.deterministic):
         return "not_greedy"
     if not turn.plain:
@@ -98,7 +95,6 @@ class SimilarCache:
         self._settings = settings
 
     def begin(self, turn: SemanticTurn) -> Callable[[], object]:
-        """Embeds the question, which needs no store."""
         if self._settings.mode is Mode.OFF or _unfit(turn):
             return _nothing
         return self._candidates.begin(turn.text, (self._settings.min_tokens, self._settings.max_tokens), fleeting)
@@ -119,7 +115,7 @@ class SimilarCache:
         return found
 
     async def put(self, turn: SemanticTurn, completion: CachedCompletion) -> bool:
-        """Stores an answer, unless a limit cut it: those are left to the exact cache."""
+        """Leaves answers that a limit cut to the exact cache."""
         question = turn.question
         if self._why_not(turn) or not keepable(question, completion) or completion.ending.reason not in STOPPED:
             return False
@@ -142,7 +138,7 @@ class SimilarCache:
         return True
 
     async def observe(self, turn: SemanticTurn, lookup: SemanticLookup, generated: CachedCompletion) -> None:
-        """Learns from an audit. An entry that it finds wrong is deleted."""
+        """Deletes an entry that the audit finds wrong."""
         candidate = lookup.candidate
         if candidate is None:
             return
@@ -170,7 +166,6 @@ class SimilarCache:
             await notes.add(key, tenant, turn.caller, right)
 
     async def aclose(self) -> None:
-        """Ends tasks and thread."""
         await self._candidates.aclose()
 
     def _why_not(self, turn: SemanticTurn) -> str:
@@ -211,7 +206,6 @@ class SimilarCache:
         epoch: bytes,
         allowance: Allowance,
     ) -> _Read:
-        """Reads the candidates, and what was observed of questions of equal words, in one round trip."""
         keys = [CacheKey(EntryKind.SEMANTIC, index.directory.partition, digest) for digest, _ in near]
         marks = [self._observations.wrongs(key, strict=True) for key in keys]
         strict = self._observations.strict(keys[0])
@@ -237,7 +231,7 @@ class SimilarCache:
         return _Read(found, self._observations.open(strict, pooled))
 
     async def _decide(self, turn: SemanticTurn, read: _Read, allowance: Allowance) -> SemanticLookup:
-        """Considers all candidates: a nearest one that is vetoed must not hide a second one that is right."""
+        """A vetoed nearest candidate must not hide a second one that is right."""
         first = self._first(turn, read.found)
         if first is None:
             vetoed = next((each.veto for each in read.found if each.veto), "")
@@ -256,7 +250,6 @@ class SimilarCache:
     async def _learned(
         self, turn: SemanticTurn, candidate: AnswerCandidate, bound: tuple[float, float], allowance: Allowance
     ) -> bool:
-        """Whether the difference of the two questions has proved harmless. Not true of an entry that was wrong once."""
         notes, entry = self._observations, candidate.entry
         keys = (
             notes.learned(turn.question.tenant, entry, turn.text, candidate.text),
@@ -269,7 +262,6 @@ class SimilarCache:
     def _first(
         self, turn: SemanticTurn, found: list[_SimilarQuestion]
     ) -> tuple[_SimilarQuestion, AnswerCandidate] | None:
-        """Returns the nearest with equal words, else the nearest above the threshold, whose answer fits the request."""
         threshold = max(self._settings.threshold, turn.threshold or 0.0)
         open_ = [(not strictly_equal(turn.text, each.stored.text), each) for each in found if not each.veto]
         for loose, each in sorted(open_, key=lambda pair: pair[0]):
@@ -298,8 +290,6 @@ class SimilarCache:
         )
 
     def _directory(self, turn: SemanticTurn, epoch: bytes) -> CacheKey:
-        """Names the directory by all that must match exactly: tenant, model, epoch, rules, context, parameters,
-        embedder."""
         partitions, question = self._context.partitions, turn.question
         parts = (encode(FORM), encode(turn.context), encode(question.parameters), self._digest.encode())
         digest = partitions.digest(question.tenant, b"semantic", *parts)[:DIRECTORY_DIGITS]

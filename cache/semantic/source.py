@@ -1,8 +1,5 @@
-"""Loads a model with sentence-transformers and writes its weights, in a process of `export`.
-
-This is the one place that needs torch, which is why nothing imports it. Writes weights, tokenizer and shape, and
-sentence-transformers' vectors of the reference texts, for the export to be compared with.
-"""
+"""Writes a model's weights, tokenizer and shape, and its vectors of the reference texts, by sentence-transformers. Runs
+in a process of `export`, since this alone needs torch."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ REFERENCE = (
 
 
 def main(folder: str, out: str) -> None:
-    """Reads `folder`, writes into `out`."""
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)
     model: Any = importlib.import_module("sentence_transformers").SentenceTransformer(folder, device="cpu")

@@ -2,10 +2,9 @@
 
 Two questions are equal if their words are the same in the same order. Only these variations are ignored: runs of
 blanks, a blank before the last question mark, the capital of a common word that begins a sentence, the final mark of a
-sentence whose words make it a question or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`),
-the case of the pronoun `I`, and the case of names that have no other meaning. In a question about text, or with signs
-that may be code, no variation is ignored; if the question may mention words rather than use them, only the capital of
-its first word is.
+sentence that its words make a question or a request, courtesies at the start or end, apostrophes (`whats`, `what’s`),
+and the case of `I` and of names without another meaning. In a question about text, or with signs that may be code, none
+is ignored; if the question may mention words rather than use them, only the capital of its first word is.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ _LAST = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z]+)*%?")  # a word that a mark af
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Holds a question in the forms in which questions are compared."""
-
     words: tuple[str, ...]  # normalized, with their marks; equal for equal questions
     bare: tuple[str, ...]  # normalized, without marks; the rules of `guard` read these
     letters: str  # the whole text, case-folded, without signs, blanks and accents
@@ -38,8 +35,6 @@ class Words:
 
 @dataclass(slots=True)
 class _Chunk:
-    """Holds one word between two blanks and the mark after it."""
-
     body: str
     mark: str
 
@@ -50,7 +45,6 @@ class _Chunk:
 
 @lru_cache(maxsize=4096)
 def words_of(text: str) -> Words:
-    """Normalizes a question. The function is pure and memoized."""
     letters = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", text).casefold()))
     spoken = frozenset(_LETTERS.findall(text.lower()))
     mentioned = not lex.MENTIONING.isdisjoint(spoken)
@@ -76,8 +70,7 @@ def _reworded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _chunks(text: str) -> list[_Chunk]:
-    """Splits a text at its blanks. Returns an empty list if a sign may be code, a quotation or another kind of
-    blank."""
+    """Empty if a sign may be code, a quotation or another kind of blank."""
     found = [_CHUNK.fullmatch(word) for word in text.split(" ") if word]
     return [] if None in found else [_Chunk(each[1], each[2]) for each in found if each is not None]
 
@@ -122,7 +115,7 @@ def _without_farewell(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _opens(chunks: Sequence[_Chunk]) -> bool:
-    """Returns whether the first word, at the head of a sentence, is no name, so that its capital carries no meaning."""
+    """Whether a sentence's first word is no name, so that its capital means nothing."""
     first = chunks[0].lower
     after = chunks[1].body if len(chunks) > 1 else ""
     if first in lex.NAMES_TOO:  # such as the name Will
@@ -133,8 +126,7 @@ def _opens(chunks: Sequence[_Chunk]) -> bool:
 
 
 def _starts(chunks: Sequence[_Chunk]) -> list[int]:
-    """Returns the indices at which sentences begin. A full stop after a short or cut word, as in `Dr.`, begins none,
-    because a name may follow."""
+    """No sentence begins after a short or cut word, as in `Dr.`, because a name may follow."""
 
     def ends(chunk: _Chunk) -> bool:
         word = re.fullmatch(r"[a-z]{4,}", chunk.body) is not None and chunk.body not in lex.CUT
@@ -151,7 +143,6 @@ def _fold_capitals(chunks: list[_Chunk], starts: Sequence[int]) -> None:
 
 
 def _fold_names(chunks: list[_Chunk]) -> None:
-    """Lowercases the names in `lexicon.NAMES` and capitalizes the pronoun `I`."""
     for at, chunk in enumerate(chunks):
         body = chunk.body
         if body.lower() in ("i'm", "i've", "i'll", "i'd"):
@@ -163,7 +154,7 @@ def _fold_names(chunks: list[_Chunk]) -> None:
 
 
 def _asks_for_itself(chunks: Sequence[_Chunk], at: int) -> bool:
-    """Returns whether the `i` at this index is the pronoun, as in `do i need` but not in `can i and j differ`."""
+    """Whether the `i` at this index is the pronoun, as in `do i need` but not in `can i and j differ`."""
     if at == 0:
         return not chunks[0].mark and len(chunks) > 1 and chunks[1].body in lex.AFTER_PRONOUN
     around = chunks[at - 1 : at + 2]
@@ -184,8 +175,6 @@ def _expanded(chunks: list[_Chunk]) -> list[_Chunk]:
 
 
 def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
-    """Removes the question mark of a sentence that its words make a question, and the full stop of a request or a
-    statement."""
     last = sentence[-1]
     if any(each.mark for each in sentence[:-1]) or not _LAST.fullmatch(last.body):
         return
@@ -196,7 +185,7 @@ def _drop_last_mark(sentence: Sequence[_Chunk]) -> None:
 
 
 def _asks(words: Sequence[str]) -> bool:
-    """Returns whether these words, without a mark, can only be a question. `how nice you are` is an exclamation."""
+    """Whether these words, without a mark, can only be a question. `how nice you are` is an exclamation."""
     if len(words) < 3:
         return False
     first, second = words[0], words[1]

@@ -11,8 +11,6 @@ from cache.api import BreakerSettings, BreakerState
 
 
 class Breaker:
-    """Opens after a number of failures within a window, probes once after a pause, closes when the probe succeeds."""
-
     def __init__(self, settings: BreakerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._clock = clock
@@ -23,18 +21,17 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Returns the state as of the last call of a method."""
         return self._state
 
     @property
     def waiting(self) -> bool:
-        """Whether `allow` would be False now. Does not become the probe."""
+        """Does not become the probe, unlike `allow`."""
         with self._lock:
             closed = self._state is BreakerState.CLOSED
             return not closed and self._clock() - self._since < self._settings.cooldown
 
     def allow(self) -> bool:
-        """Whether to send a command now. True in state PROBING makes the caller the probe: it must report."""
+        """True in state PROBING makes the caller the probe: it must report."""
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return True
@@ -52,7 +49,6 @@ class Breaker:
             self._failures.clear()
 
     def failed(self) -> None:
-        """Records an error, or no answer in time."""
         with self._lock:
             now = self._clock()
             if self._state is BreakerState.PROBING:

@@ -1,7 +1,4 @@
-"""Stores entries in memory: least recently used ones go when the bytes are full. Used from one event loop.
-
-It answers at once, so that `within` is always kept.
-"""
+"""Stores entries in memory, within a bound of bytes, and drops the least recently used. Used from one event loop."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class _StoredValue:
 
 
 class MemoryStore:
-    """A `Store` within a bound of bytes. A bound of 0 keeps nothing."""
+    """A bound of 0 keeps nothing."""
 
     def __init__(
         self, max_bytes: int, clock: Callable[[], float] = time.monotonic, members: int = DIRECTORY_MEMBERS
@@ -44,7 +41,7 @@ class MemoryStore:
 
     @property
     def held(self) -> int:
-        """Bytes, including expired entries that no lookup has removed yet."""
+        """Includes expired entries that no lookup has removed yet."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -64,7 +61,6 @@ class MemoryStore:
         return value
 
     def offer(self, key: CacheKey, value: bytes, ttl: float, directory: CacheKey | None = None) -> bool:
-        """Sets at once, since nothing here takes time."""
         self._put(_StoredValue(key, self._clock() + ttl, value))
         if key.name not in self._entries:
             return False
@@ -116,7 +112,6 @@ class MemoryStore:
         self._put(_StoredValue(directory, self._clock() + ttl, members=members))
 
     def _take(self, key: CacheKey) -> _StoredValue:
-        """Takes an entry out to be changed and put back, so that its size is counted anew."""
         entry = self._live(key) or _StoredValue(key, 0.0)
         self._remove(key.name)
         return entry

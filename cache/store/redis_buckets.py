@@ -1,4 +1,4 @@
-"""Implements token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
+"""Token buckets in Redis. A bucket is one short string, `level instant`, and every use of it one script."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ return {string.format('%.3f', granted), string.format('%.3f', level)}
 
 
 class RedisBuckets:
-    """Implements `SharedBuckets`. `names` is the secret that tenants' names are hidden with; empty, they are hashed."""
+    """Tenants' names are hidden with the secret `names`; where that is empty, they are hashed."""
 
     def __init__(self, settings: RedisSettings, names: bytes, counter: Counter) -> None:
         self._names = names

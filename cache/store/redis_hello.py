@@ -1,4 +1,4 @@
-"""Checks on a new connection whether a Redis can keep entries. Knows no client.
+"""Checks on a new connection whether a Redis can keep entries.
 
 `HELLO 2` needs no right of an ACL user, and gives name and value in turns: mode (standalone, sentinel, cluster), role.
 """
@@ -36,7 +36,7 @@ class UnfitError(Exception):
 
 
 class NotMasterError(Exception):
-    """The server that sentinels named is no master, or not yet."""
+    pass
 
 
 def check_hello(reply: object, sentinels: bool) -> None:
@@ -52,7 +52,6 @@ def check_hello(reply: object, sentinels: bool) -> None:
 
 
 def master_address(reply: object) -> Address | None:
-    """Reads a sentinel's answer to GET-MASTER-ADDR-BY-NAME; None where it does not know."""
     match reply:
         case [bytes(host), bytes(port)] if port.isdigit() and int(port) < 65_536:
             return Address(host.decode("ascii", "replace"), int(port))
@@ -60,7 +59,7 @@ def master_address(reply: object) -> Address | None:
 
 
 class Complaints:
-    """Logs permanent faults, each sentence once an hour. Thread-safe."""
+    """Logs each permanent fault once an hour. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -26,7 +26,7 @@ CONNECT = 1.0  # seconds that connecting may take, beyond the budget of the look
 
 
 class NothingSentFault(StoreFault):
-    """The command was not sent, so that it cannot have had an effect."""
+    """The command was not sent, so it had no effect."""
 
 
 class OddReply(Exception):
@@ -34,7 +34,7 @@ class OddReply(Exception):
 
 
 def reply_as(reply: object, shape: Any) -> Any:
-    """Returns the reply, whose types are those of `shape`: bytes where Redis was asked for bytes. Raises OddReply."""
+    """Raises OddReply for another type."""
     try:
         return msgspec.convert(reply, shape)
     except msgspec.ValidationError:
@@ -46,19 +46,14 @@ def ignored(reply: object) -> None:
 
 
 def of_another_type(error: Exception) -> bool:
-    """Whether the key holds a list, say, where a string was expected. That concerns one key, every other error the
-    server."""
+    """Whether the key holds a list, say: that concerns one key, every other error the server."""
     return isinstance(error, ResponseError) and "WRONGTYPE" in str(error)
 
 
 class Clients:
-    """Holds at most `connections` clients. One whose command was interrupted is closed, never used again: its late
-    answer would be read as that of the next command, and redis-py's own pool loses a connection whose release is
-    cancelled.
-
-    Connecting may take longer than a lookup may wait (TLS, a far server): it continues after the lookup that began it
-    has given up.
-    """
+    """Holds at most `connections` clients. One whose command was interrupted is closed: its late answer would be read
+    as the next command's, and redis-py's own pool loses a connection whose release is cancelled. Connecting continues
+    after a lookup that cannot wait for it."""
 
     def __init__(self, server: RedisEndpoint, wait: float) -> None:
         self._server = server
@@ -89,7 +84,7 @@ class Clients:
                     self._task(close(client))
 
     async def aclose(self) -> None:
-        """Closes the connections once they are idle; waits no longer than a command may take."""
+        """Closes idle connections, others after at most a command's time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._wait):
                 for _ in range(self._most):
@@ -130,7 +125,7 @@ class Clients:
 
 
 class RedisLink:
-    """Commands under a budget and behind breakers, one for reads and one for writes: a full Redis can still be read."""
+    """Has a breaker for reads and one for writes: a full Redis can still be read."""
 
     def __init__(self, server: RedisEndpoint, budget: float, name: str, counter: Counter) -> None:
         self._server = server
@@ -147,27 +142,24 @@ class RedisLink:
         return {f"{self._name}_reads": self._reads.state, f"{self._name}_writes": self._writes.state}
 
     def values(self, count: int, more: int = 0) -> ReplyBounds:
-        """Returns the bound of a reply with `count` values and `more` other elements. Two values may have the largest
-        stored size; the bound grows by MEAN bytes for each value if there are more than two."""
+        """Bounds a reply with `count` values and `more` other elements. Two values may have the largest stored size;
+        more than two add MEAN bytes each."""
         most = (MEAN * count if count > 2 else 0) + (self._server.settings.largest + HEADER) * min(count, 2)
         return ReplyBounds(1 + count + more, most + HEADER * (1 + count + more))
 
     async def read(
         self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
-        """Runs a command under the breaker of reads. Raises StoreFault, also if the reply is larger than `shape` or
-        `parse` refuses it."""
+        """Raises StoreFault, also if the reply is larger than `shape` or `parse` refuses it."""
         return await self._run(self._reads, command, parse, within, shape)
 
     async def write(
         self, command: Command, parse: Callable[[object], T], within: float | None = None, shape: ReplyBounds = SHORT
     ) -> T:
-        """Runs a command under the breaker of writes. Raises StoreFault, also if the reply is larger than `shape` or
-        `parse` refuses it."""
+        """Like `read`, under the breaker of writes."""
         return await self._run(self._writes, command, parse, within, shape)
 
     async def aclose(self) -> None:
-        """Closes the connections; later commands raise StoreFault."""
         self._closed = True
         await self._clients.aclose()
 

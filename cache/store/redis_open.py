@@ -1,8 +1,6 @@
 """Opens connections to Redis: to a server, or to the master that sentinels name. With `redis_link` the only module that
-depends on how redis-py behaves.
-
-redis-py's defaults wait for seconds: 3.5 s for a refused port, over 30 s for a stalled server. Here nothing is retried.
-"""
+depends on how redis-py behaves, whose defaults wait 3.5 s for a refused port and over 30 s for a stalled server. Here
+nothing is retried."""
 
 from __future__ import annotations
 
@@ -45,15 +43,13 @@ READ_SIZE = 1 << 18  # bytes per read; bounds the unparsed bytes that a connecti
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Holds one connection and the bound that its next replies must keep."""
-
     redis: Redis
     expected: Expected
 
 
 class _TlsConnection(SSLConnection):
     """Uses an existing context. redis-py would make one for each connection, on the event loop, and trust the system's
-    authorities beside the configured one."""
+    authorities as well."""
 
     def __init__(self, context: ssl.SSLContext, **options: Any) -> None:
         super().__init__(**options)
@@ -61,8 +57,7 @@ class _TlsConnection(SSLConnection):
 
 
 def client_of(address: Address, login: Login, database: int, tls: ssl.SSLContext | None, wait: float) -> Client:
-    """Returns a client with one connection, not connected yet, that waits `wait` seconds at most on its socket, and
-    returns replies unconverted."""
+    """Not connected yet; waits `wait` seconds at most on its socket, and leaves replies unconverted."""
     expected = Expected(GREETING)
     options: dict[str, Any] = {
         "host": address.host,
@@ -92,8 +87,7 @@ async def close(client: Client) -> None:
 
 
 class RedisEndpoint:
-    """Opens clients for all links of a store. Sentinels are asked for the master when it is not known, or could not be
-    used."""
+    """Asks sentinels for the master when it is not known, or could not be used."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.settings = settings
@@ -104,8 +98,8 @@ class RedisEndpoint:
         self._asking: set[asyncio.Task[Address | None]] = set()
 
     async def client(self, wait: float) -> Client:
-        """Connects to a server that can keep entries. No step of it waits longer than `wait` seconds. Raises what
-        redis-py raises, OSError, UnfitError and NotMasterError."""
+        """Each step takes at most `wait` seconds. Raises what redis-py raises, OSError, UnfitError and
+        NotMasterError."""
         settings = self.settings
         try:
             address = self._master or await self._found(wait)
@@ -122,12 +116,10 @@ class RedisEndpoint:
         return client
 
     def doubt(self) -> None:
-        """Makes the next connection ask for the master again."""
         if self.settings.sentinels:
             self._master = None
 
     def refused(self, error: Exception) -> None:
-        """Logs the error, if only the operator can change it."""
         match error:
             case UnfitError():
                 self._complaints.about(str(error))
@@ -146,8 +138,8 @@ class RedisEndpoint:
         return await asyncio.shield(self._finding)
 
     async def _find(self, wait: float) -> Address:
-        """Returns the answer of the first sentinel that knows the master. All are asked at once, since some may be gone
-        or silent; none is cancelled, since a connection that is being made would be left open."""
+        """Asks all sentinels at once, since some may be gone or silent. None is cancelled, since a connection that is
+        being made would be left open."""
         login, sentinels = self.settings.sentinel_login(), self.settings.sentinel_servers
         asked = [] if sentinels is None else [self._ask(one, login, wait) for one in sentinels.addresses]
         tasks = [asyncio.get_running_loop().create_task(one, name="redis sentinel") for one in asked]

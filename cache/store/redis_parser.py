@@ -1,4 +1,4 @@
-"""Replaces the reply parsers of redis-py, which accept replies of any size, with one that bounds each reply."""
+"""Replaces redis-py's reply parsers, which accept replies of any size, with one that bounds each reply."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ AT_ONCE = 256  # elements parsed before other tasks get the event loop
 
 @dataclass(slots=True)
 class Expected:
-    """Holds the bound on each reply to the command in flight on one connection."""
-
     shape: ReplyBounds
 
 
 class BoundedParser(AsyncBaseParser):
-    """Refuses a reply as soon as its header announces more than the bound, and yields to the event loop every AT_ONCE
-    elements."""
+    """Refuses a reply as soon as its header exceeds the bound; yields to the event loop every AT_ONCE elements."""
 
     def __init__(self, expected: Expected, socket_read_size: int) -> None:
         super().__init__(socket_read_size)
@@ -41,8 +38,7 @@ class BoundedParser(AsyncBaseParser):
         self._reader = ReplyReader()
 
     async def can_read(self) -> bool:
-        """Returns whether unexpected bytes have arrived or the connection was closed. redis-py reconnects in both
-        cases."""
+        """Whether unexpected bytes have arrived or the connection was closed: redis-py reconnects in both cases."""
         if self._stream is None:
             raise OSError("not connected")
         # As redis-py's own parsers do: StreamReader cannot be asked for what it holds.
@@ -53,8 +49,8 @@ class BoundedParser(AsyncBaseParser):
         return await self.can_read()
 
     async def read_response(self, disable_decoding: bool = False) -> Any:
-        """Reads one reply. Returns an error reply as an exception object if the connection is still usable, as redis-py
-        expects. Raises InvalidResponse if the reply exceeds its bound or is malformed."""
+        """Returns an error reply as an exception, as redis-py expects, if the connection is still usable. Raises
+        InvalidResponse if the reply exceeds its bound or is malformed."""
         self._reader.begin(self._expected.shape)
         try:
             while (progress := self._reader.advance(AT_ONCE)) is not ReplyProgress.WHOLE:

@@ -1,9 +1,8 @@
-"""Parses replies of Redis within the bounds that the command allows. This module does no I/O.
+"""Parses replies of Redis within the bounds that the command allows. No I/O.
 
 A server that is not Redis may announce a list of a billion elements, or a value without an end. Each announced length
-is checked against the bound of the reply before any of it is stored, so that a reply costs no more memory than its
-`ReplyBounds` allows, and one call of `advance` parses a limited number of elements. Only RESP2 is parsed, because no
-connection switches to RESP3.
+is checked against the reply's `ReplyBounds` before anything is stored. Only RESP2 is parsed, because no connection
+switches to RESP3.
 """
 
 from __future__ import annotations
@@ -19,34 +18,28 @@ _MOST = {ord("+"): LINE, ord("-"): LINE, ord(":"): HEADER, ord("$"): HEADER, ord
 
 
 class ReplyRefusedError(Exception):
-    """Reports a reply that exceeds its bound or is not RESP2. The connection cannot be used afterwards."""
+    """The connection cannot be used afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """Holds the text of an error reply. It is returned like any other reply, also as an element of a list."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyBounds:
-    """Bounds the elements and the bytes of one reply."""
-
     elements: int = 1  # values and lists, nested ones included
     size: int = LINE  # bytes on the wire
 
 
 class ReplyProgress(enum.Enum):
-    """Reports why `ReplyReader.advance` stopped."""
-
     WHOLE = enum.auto()  # `reply` is complete
     HUNGRY = enum.auto()  # more bytes are needed
     BUSY = enum.auto()  # `most` elements were parsed and the reply is not complete
 
 
 class ReplyReader:
-    """Parses one reply after another. Holds at most the bytes of one shape and the bytes of one `feed`."""
+    """Holds at most the bytes of one shape and the bytes of one `feed`."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -60,21 +53,18 @@ class ReplyReader:
 
     @property
     def buffered(self) -> int:
-        """Counts the bytes that were fed and not yet parsed."""
         return len(self._data) - self._at
 
     @property
     def elements(self) -> int:
-        """Counts the elements of the current reply that were parsed so far."""
         return self._elements
 
     @property
     def rest(self) -> bytes:
-        """Returns the bytes that were fed and not yet parsed."""
         return bytes(self._data[self._at :])
 
     def begin(self, shape: ReplyBounds) -> None:
-        """Discards the state of the previous reply and sets the bound of the next one. Keeps the unparsed bytes."""
+        """Discards the previous reply. Keeps the unparsed bytes."""
         self._shape = shape
         self._elements = self._size = 0
         self._length = None
@@ -89,7 +79,6 @@ class ReplyReader:
         self._data += data
 
     def advance(self, most: int) -> ReplyProgress:
-        """Parses up to `most` elements. Raises ReplyRefusedError."""
         for _ in range(most):
             if self._length is None:
                 line = self._line()
@@ -105,7 +94,6 @@ class ReplyReader:
         return ReplyProgress.BUSY
 
     def _line(self) -> bytes | None:
-        """Consumes the next line and returns it without its end. Returns None if the line is incomplete."""
         if not self.buffered:
             return None
         most = _MOST.get(self._data[self._at])
@@ -124,8 +112,7 @@ class ReplyReader:
         return line
 
     def _begun(self, line: bytes) -> bool | None:
-        """Parses the line that begins an element. Returns whether the reply is now complete, or None if the line begins
-        a value whose bytes are incomplete."""
+        """Whether the reply is now complete; None if the line's value is incomplete."""
         mark, rest = line[:1], line[1:]
         if mark == b"+":
             return self._add(rest)
@@ -166,8 +153,7 @@ class ReplyReader:
         return self._add(value)
 
     def _add(self, value: object) -> bool:
-        """Appends a value to the innermost incomplete list, and closes the lists that it completes. Returns whether the
-        reply is complete."""
+        """Also closes the lists that the value completes. Whether the reply is complete."""
         while self._open:
             found, count = self._open[-1]
             found.append(value)

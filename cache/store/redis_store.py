@@ -1,4 +1,4 @@
-"""Implements the store that replicas share: plain Redis 7, no modules."""
+"""The store that replicas share: plain Redis 7, no modules."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ return 1
 
 
 class RedisStore:
-    """A `Store` in Redis. Lookups, bulk and scans have pools of their own: a large value blocks no small one."""
+    """Lookups, bulk and scans have pools of their own: a large value blocks no small one."""
 
     def __init__(self, settings: RedisSettings, counter: Counter, members: int = DIRECTORY_MEMBERS) -> None:
         self._settings = settings
@@ -80,11 +80,11 @@ class RedisStore:
 
     @property
     def link(self) -> RedisLink:
-        """Returns the link of single-flight's leases and streams, which are small and urgent too."""
+        """Carries single-flight's leases and streams, which are small and urgent too."""
         return self._small
 
     async def get_many(self, keys: Sequence[CacheKey], within: float | None = None) -> tuple[bytes | None, ...]:
-        """Treats a key of another type as absent."""
+        """A key of another type is absent."""
         if not keys:
             return ()
         names = [key.name for key in keys]
@@ -101,7 +101,7 @@ class RedisStore:
         await self._bulk.write(lambda client: client.set(key.name, value, px=self._milliseconds(ttl)), ignored)
 
     async def set_if_absent(self, key: CacheKey, value: bytes, ttl: float, within: float | None = None) -> bytes:
-        """Sets in one round trip. A value of another type is replaced."""
+        """Takes one round trip. Replaces a value of another type."""
         lifetime = self._milliseconds(ttl)
 
         async def command(client: Redis) -> object:
@@ -163,11 +163,9 @@ class RedisStore:
         return DirectoryPage(ours, total, members[-1][1] if members else after, len(members) == count)
 
     async def drained(self) -> None:
-        """Returns when no write waits."""
         await self._queue.drained()
 
     async def aclose(self) -> None:
-        """Writes what it can in a second, then drops the connections."""
         await self._queue.aclose(CLOSE_WITHIN)
         for link in (self._small, self._bulk, self._admin):
             await link.aclose()
@@ -195,8 +193,6 @@ class RedisStore:
 
 
 def _listing(count: int) -> ReplyBounds:
-    """Returns the bound of a reply with a list of `count` names and its surrounding elements. Names of other programs
-    may be longer than ours."""
     return ReplyBounds(4 + count, (1 << 16) + count * (NAME + HEADER))
 
 
@@ -211,7 +207,6 @@ def _scanned(reply: object) -> tuple[int, list[bytes]]:
 
 
 def _listed(reply: object) -> tuple[list[tuple[bytes, float]], int]:
-    """Members with their cursors, and how many there are altogether."""
     flat, total = reply_as(reply, tuple[list[bytes], int])
     cursors = [float(score) for score in flat[1::2]]
     if len(cursors) * 2 != len(flat):

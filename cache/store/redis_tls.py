@@ -23,8 +23,7 @@ class TlsFiles:
         self._made: tuple[list[Seen], ssl.SSLContext] | None = None
 
     def context(self) -> ssl.SSLContext | None:
-        """Returns the context of a new connection; None where none is wanted. Raises OSError, of which SSLError is
-        one."""
+        """None where no TLS is wanted. Raises OSError, of which SSLError is one."""
         settings = self._settings
         if not settings.where.tls:
             return None

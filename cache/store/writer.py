@@ -21,7 +21,7 @@ class QueuedWrite:
 
 
 class WriteQueue:
-    """Takes a write at once or refuses it. A write that fails is counted and not repeated."""
+    """A write that fails is counted and not repeated."""
 
     def __init__(
         self, flush: Callable[[Sequence[QueuedWrite]], Awaitable[None]], items: int, max_bytes: int, counter: Counter
@@ -39,7 +39,7 @@ class WriteQueue:
         return self._bytes
 
     def offer(self, write: QueuedWrite) -> bool:
-        """Returns False where there is no room. Needs a running loop."""
+        """False where there is no room. Needs a running loop."""
         if len(self._queue) >= self._items or self._bytes + len(write.value) > self._max_bytes:
             self._counter.count("cache_write_dropped", write.key.kind.name.lower())
             return False
@@ -50,7 +50,6 @@ class WriteQueue:
         return True
 
     async def drained(self) -> None:
-        """Returns when the queue is empty."""
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 

@@ -1,4 +1,4 @@
-"""Implements the front's half of the engine: requests, their token streams, and the child process. No torch."""
+"""The front's half of the engine: requests, their token streams, and the child process. No torch."""
 
 from engine.client.engine_client import EngineClient, texts_digest
 

@@ -24,7 +24,7 @@ _CHUNK = 256 * 1024  # bytes
 
 
 class Child(asyncio.Protocol):
-    """Reports are passed to `on_report` as they come. `closed` is done once no more can come."""
+    """Passes reports to `on_report`. `closed` is done once no more can come."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: StepMark, on_report: Callable[[Report], None]) -> None:
         self._process = process
@@ -42,7 +42,7 @@ class Child(asyncio.Protocol):
     async def spawn(
         cls, settings: EngineSettings, on_report: Callable[[Report], None], begun: Begun | None = None
     ) -> Child:
-        """Starts a process, unless one was begun, and configures it, unless it was configured."""
+        """Starts and configures a process, except for what `begun` has done already."""
         begun = begun or Begun(settings.kind)
         ours, process, mark = begun.take()
         child = cls(process, mark, on_report)
@@ -61,18 +61,17 @@ class Child(asyncio.Protocol):
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Sends soon, together with all commands of this turn of the event loop."""
+        """Sends with all commands of this turn of the event loop."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(encode(command))
 
     def was_heard(self) -> bool:
-        """Whether anything arrived from the process since the last call."""
         heard, self._heard = self._heard, False
         return heard
 
     def has_worked(self) -> bool:
-        """Returns whether the process has computed since the last call: a loading process may send nothing for long."""
+        """Whether the process has computed since the last call: a loading process may send nothing for long."""
         worked = _processor_time(self.pid)
         before, self._worked = self._worked, worked
         return worked is None or worked != before
@@ -81,7 +80,6 @@ class Child(asyncio.Protocol):
         self._process.kill()
 
     def abort(self) -> None:
-        """Closes the socket without sending what is queued."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -89,8 +87,8 @@ class Child(asyncio.Protocol):
         return self._mark.read()
 
     async def end(self, grace: float) -> int:
-        """Closes the socket, which asks the process to go, kills it after `grace` seconds and returns how it ended: its
-        exit code, or minus the signal."""
+        """Closes the socket, which asks the process to go, and kills it after `grace` seconds. Returns its exit code,
+        or minus the signal."""
         if grace and self._transport is not None:
             self._flush()
             self._transport.close()
@@ -109,7 +107,7 @@ class Child(asyncio.Protocol):
         return code
 
     async def _exit_code(self, within: float | None) -> int:
-        """Looks for it, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
+        """Polls, which needs neither a thread nor a kernel with pidfd_open. Raises TimeoutError."""
         async with asyncio.timeout(within):
             while (code := self._process.poll()) is None:  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(_EXIT_POLL)
@@ -139,7 +137,7 @@ class Child(asyncio.Protocol):
             self.closed.set_result(None)
 
     def _rest(self) -> bytes:
-        """Reads what the process sent before it ended: the event loop stops reading once a send fails."""
+        """Reads what was sent before the end: the event loop stops reading once a send fails."""
         parts = []
         with contextlib.suppress(OSError):
             while part := self._socket.recv(_CHUNK, socket.MSG_DONTWAIT):
@@ -153,7 +151,7 @@ class Child(asyncio.Protocol):
 
 
 def _processor_time(pid: int) -> float | None:
-    """Seconds computed by a process and its ended children; None where the system does not report them."""
+    """Seconds, with those of ended children; None where the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # utime, stime, cutime, cstime
@@ -162,7 +160,6 @@ def _processor_time(pid: int) -> float | None:
 
 
 def oom_kills() -> int | None:
-    """Counts processes that this machine has killed for lack of memory; None where it does not report them."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

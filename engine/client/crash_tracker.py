@@ -1,12 +1,11 @@
 """Attributes crashes of the engine process to requests, and quarantines those that cause them.
 
-After a crash every request of the step is a suspect. A suspect that is submitted again runs like any other except for
-its *solo*: the steps around the place where it was, which are run for it alone. If the process dies in one of those, no
-other request can be the cause, and this one is refused from then on. So a request kills two processes at most, and no
-other request of the step is ever blamed for it.
+After a crash every request of the step is a suspect. When one is submitted again, the steps around the place of the
+crash (its *solo*) run for it alone. If the process dies in one of those, no other request can be the cause, and this
+one is refused from then on. So a request kills two processes at most, and no other is ever blamed.
 
-Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key is
-the front's own, so that neither table nor log reveals a prompt.
+Requests are identified by a keyed hash of prompt and sampling without the seed, since a retry has another. The key
+is the front's own, so that neither table nor log reveals a prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class CrashTracker:
         return len(self._entries)
 
     def solo(self, request: GenerationRequest) -> Solo:
-        """Returns the steps to run alone. Raises Quarantined."""
+        """The steps to run alone. Raises Quarantined."""
         entry = self._known(request)
         if entry is None:
             return NO_SOLO
@@ -60,8 +59,8 @@ class CrashTracker:
         return entry.solo
 
     def died_together(self, who: Iterable[tuple[GenerationRequest, int]], ahead: int) -> None:
-        """Records a crash in a step that fed these requests, with their delivered tokens. The step may have begun
-        `ahead` tokens before or after those."""
+        """Records a crash of a step that fed these requests, with their delivered tokens; it may have begun `ahead`
+        tokens before or after those."""
         for request, made in who:
             begin, end = max(0, made - ahead), made + ahead + 1
             known = self._known(request)
@@ -72,7 +71,6 @@ class CrashTracker:
             self._keep(request, (begin, end), quarantined=False)
 
     def died_alone(self, request: GenerationRequest, made: int, ahead: int) -> None:
-        """Records a crash in a step that fed this request alone."""
         if self._known(request) is None:
             self.died_together([(request, made)], ahead)
             return

@@ -1,8 +1,5 @@
-"""Implements the engine for the front. `supervisor` owns the process, `streams` the requests, `switching` the switches.
-
-All of it belongs to one event loop. `cancel` may be called from a `finally`, since only `start`, `set_optimization`,
-`close` and reading a stream wait.
-"""
+"""The engine for the front, in one event loop. `supervisor` owns the process, `streams` the requests, `switching` the
+switches. `cancel` may be called from a `finally`, since it does not wait."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _BACKOFF = Backoff()
 
 
 class EngineClient:
-    """Implements engine.api.Engine with a process of its own. To be made inside the event loop."""
+    """To be made inside the event loop."""
 
     def __init__(
         self,
@@ -92,7 +89,6 @@ class EngineClient:
 
     @property
     def live(self) -> int:
-        """Streams that have not ended."""
         return len(self._streams)
 
     @property
@@ -103,8 +99,7 @@ class EngineClient:
         await self._supervisor.start()
 
     async def ended(self) -> None:
-        """Never returns while the engine is restarted when it dies. Raises what ended that: InvalidModel where the
-        model folder was replaced."""
+        """Raises what ended restarts, such as InvalidModel where the model folder was replaced."""
         await self._supervisor.ended()
 
     def submit(self, request: GenerationRequest) -> InboxStream:
@@ -114,7 +109,6 @@ class EngineClient:
         return self._streams.open(request)
 
     def unavailable(self) -> EngineUnavailable:
-        """Returns the error while the engine is not ready: why, and when to retry."""
         why = f"the engine is {self._supervisor.state}"
         if self._replaced:
             why = "the model's files were replaced; the server has to be started again"
@@ -137,7 +131,7 @@ class EngineClient:
         self._supervisor.send(SetLogLevel(level))
 
     def kill(self) -> None:
-        """Ends the process without asking, so that `close` takes no time."""
+        """Kills the process, so that `close` need not wait for it."""
         self._supervisor.kill()
 
     async def close(self) -> None:
@@ -201,7 +195,6 @@ class EngineClient:
                 self._profiles.settle(report)
 
     def _change(self, info: ModelInfo) -> str | None:
-        """Returns what this process loaded differently from the front and earlier processes."""
         known = self._info
         texts = self._texts if known is None else known.texts_digest
         if texts is not None and info.texts_digest != texts:
@@ -212,8 +205,7 @@ class EngineClient:
 
 
 def texts_digest(folder: str) -> str:
-    """Digests the files that prompts are made with, before they are read: the engine process must find the same. Raises
-    InvalidModel."""
+    """Taken before the files are read: the engine process must find the same. Raises InvalidModel."""
     try:
         return of_texts(Path(folder)) if folder else ""
     except BadFile as error:
@@ -221,7 +213,7 @@ def texts_digest(folder: str) -> str:
 
 
 def check(request: GenerationRequest, info: ModelInfo) -> None:
-    """Raises ValueError for what this model cannot run. A front that validates never meets it."""
+    """Raises ValueError for what this model cannot run; a front that validates never meets it."""
     prompt = request.token_ids
     if not 0 < len(prompt) < info.max_context:
         raise ValueError(f"{len(prompt)} prompt tokens leave no room in a context of {info.max_context}")

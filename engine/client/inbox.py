@@ -33,13 +33,13 @@ class Owner(Protocol):
 
     @property
     def few(self) -> bool:
-        """Whether there are so few streams that all may be woken at once."""
+        """Whether all streams may be woken at once."""
 
     def wake(self, inbox: StreamInbox) -> None:
         pass
 
     def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
-        """Forgets a stream and what it holds, here and in the engine."""
+        """Forgets a stream, here and in the engine."""
 
 
 _ID = 44  # bytes that an unread id is taken to occupy
@@ -50,8 +50,7 @@ def _size_of(event: Event) -> int:
 
 
 class StreamInbox:
-    """Holds the events that arrived for one request. `held` is what the reader got last and is presumably still
-    processing."""
+    """Buffers one request's events. `held` is what the reader got last and presumably still processes."""
 
     __slots__ = (
         "_called",
@@ -106,7 +105,6 @@ class StreamInbox:
         self._want, self._delay = (tokens, delay) if delay > 0 else (1, 0.0)
 
     def put_id(self, token_id: int) -> None:
-        """Puts a token that the engine sent without further data."""
         self._ids.append(token_id)
         self._queued += _ID
         self.made += 1
@@ -131,7 +129,6 @@ class StreamInbox:
         self._came()
 
     def _came(self) -> None:
-        """Wakes the reader, now or soon."""
         if self._queued + self._held > self._cap and not self._paused and self.live:
             self._paused = True
             self.owner.send(Pause(self.key))
@@ -141,7 +138,6 @@ class StreamInbox:
             self._timer = self.owner.loop.call_later(self._delay, self._overdue)
 
     def moved(self) -> None:
-        """Restarts the buffer, since another process begins the request anew."""
         self._scores_come = 0
 
     def _not_seen(self, event: Event) -> Event:
@@ -151,7 +147,7 @@ class StreamInbox:
         return event._replace(prompt_logprobs=scores)
 
     def end(self, error: EngineError | None) -> None:
-        """Ends the stream. Earlier events are read first."""
+        """Earlier events are read first."""
         self._stop_timer()
         self.live = False
         self._error = error
@@ -217,8 +213,8 @@ class StreamInbox:
 
     @property
     def _ready(self) -> bool:
-        """Whether the buffer is worth waking the reader. Only the reader can end a pause, so a paused request is ready
-        with any number of ids."""
+        """Whether to wake the reader. Only the reader can end a pause, so a paused request is ready with any number of
+        ids."""
         return self._due or self._paused or not self.live
 
     def _overdue(self) -> None:
@@ -245,7 +241,6 @@ class StreamInbox:
             self.owner.wake(self)
 
     def wake(self) -> None:
-        """Wakes the reader, in its turn of the event loop."""
         self._called = False
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():  # not cancelled
@@ -253,7 +248,7 @@ class StreamInbox:
 
 
 class InboxStream:
-    """Implements engine.api.TokenStream. Dropping it unread cancels it too, if only when it is collected."""
+    """An unread stream is cancelled when it is collected."""
 
     __slots__ = ("_inbox",)
 

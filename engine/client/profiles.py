@@ -20,7 +20,7 @@ class PendingProfiles:
         self._asked: dict[int, asyncio.Future[str]] = {}
 
     async def take(self, seconds: float) -> str:
-        """Stacks in the form of `engine.stacks`. Raises EngineUnavailable. Cancelling it ends the sampling."""
+        """Stacks in the form of `engine.stacks`; cancelling ends the sampling. Raises EngineUnavailable."""
         ticket = next(self._tickets)
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._asked[ticket] = answer
@@ -40,13 +40,11 @@ class PendingProfiles:
                 self._send(EndProfile(ticket))
 
     def settle(self, report: Profiled) -> None:
-        """Passes the engine's report to its waiter, if that still waits."""
         answer = self._asked.get(report.ticket)
         if answer is not None and not answer.done():
             answer.set_result(report.stacks)
 
     def fail(self, error: Callable[[], EngineUnavailable]) -> None:
-        """Fails all waiters, since the process has gone."""
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error())

@@ -24,8 +24,8 @@ _MOST_LEAVING = 1024  # cancelled requests that a step may yet be at: as many as
 
 
 class Streams:
-    """Holds all live requests of one front. Those without a first token outlive their engine process: they are kept for
-    the next one, within their deadlines."""
+    """All live requests of one front. Those without a first token outlive their engine process, within their
+    deadlines."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Send, cap: int) -> None:
         self.loop = loop
@@ -53,7 +53,7 @@ class Streams:
         return self._crashes.quarantines
 
     def open(self, request: GenerationRequest) -> InboxStream:
-        """Hands the request to the engine. Raises Quarantined."""
+        """Raises Quarantined for a request that crashed the engine."""
         solo = self._crashes.solo(request)
         inbox = StreamInbox(next(self._keys), request, self, self._cap // request.siblings)
         self.send(Submit(inbox.key, request, solo))
@@ -80,10 +80,9 @@ class Streams:
                         self._crashes.ended(inbox.request)
 
     def wake(self, inbox: StreamInbox) -> None:
-        """Wakes a reader soon. Where there are many, a few readers are woken in every fourth turn of the event loop,
-        since each writes a message, and other work, new calls above all, is done in between. Readers without a token
-        yet and interactive ones need not wait for such a turn. Where there are few streams none waits: turns, and what
-        gRPC does in each, cost a message a tenth of its time."""
+        """Wakes a reader soon. Of many, a few are woken in every fourth turn of the event loop, since each writes a
+        message, and new calls must not wait for all of them. Readers without a token yet and interactive ones do not
+        wait. Of few, none waits: turns cost a message a tenth of its time."""
         if self.few:
             inbox.wake()
             return
@@ -108,7 +107,6 @@ class Streams:
             self.loop.call_soon(self._next_turn)
 
     def cancel(self, inbox: StreamInbox, error: EngineError | None) -> None:
-        """Forgets a stream and what it holds, here and in the engine."""
         if self._inboxes.pop(inbox.key, None) is not None:
             self.send(Cancel(inbox.key))
             if len(self._leaving) < _MOST_LEAVING:  # while an engine hangs there may be any number
@@ -117,14 +115,13 @@ class Streams:
         inbox.drop(error)
 
     def fail(self, error: Callable[[], EngineError]) -> None:
-        """Ends all, each with an exception of its own."""
         inboxes, self._inboxes = self._inboxes, {}
         for inbox in inboxes.values():
             inbox.end(error())
         self.give_up(error)
 
     def lose(self, error: Callable[[], EngineError]) -> None:
-        """Handles the loss of the process: streams that had a token end, the others are kept."""
+        """Ends streams that had a token, and keeps the others for the next process."""
         inboxes, self._inboxes = self._inboxes, {}
         self._lost = {**self._left, **self._leaving, **inboxes}
         self._left, self._leaving = {}, {}
@@ -135,8 +132,8 @@ class Streams:
                 self._keep(inbox)
 
     def attribute_crash(self, step: MarkedStep, ahead: int, error: Callable[[], EngineError]) -> None:
-        """Attributes the process's own crash to the step that it left unfinished. Steps begin up to `ahead` tokens
-        before those that arrived."""
+        """Attributes the process's own crash to its unfinished step, which began up to `ahead` tokens before those that
+        arrived."""
         lost, self._lost = self._lost, {}
         named = [lost[key] for key in step.keys if key in lost]
         if step.alone:
@@ -150,11 +147,10 @@ class Streams:
                 inbox.end(error())
 
     def clear_crash(self) -> None:
-        """Clears all requests of a death that they did not cause."""
         self._lost = {}
 
     def resume(self) -> None:
-        """Submits what was kept to the new process, in the old order."""
+        """Submits kept requests to the new process, in the old order."""
         kept, self._kept = self._kept, {}
         for inbox, timer in kept.values():
             if timer is not None:
@@ -189,7 +185,6 @@ class Streams:
         return kept is not None
 
     def _expire(self, inbox: StreamInbox) -> None:
-        """Ends a kept request whose time is up, as the engine would end it."""
         self._keep_no_more(inbox)
         request, now = inbox.request, time.monotonic()
         if request.deadline is not None and (request.expires_at is None or request.deadline <= request.expires_at):

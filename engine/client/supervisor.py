@@ -53,26 +53,24 @@ class Backoff:
     cap: float = 30.0  # seconds
 
     def delay(self, failures: int) -> float:
-        """Doubles with every failure in a row; half of it is chance, so that many servers do not start as one."""
+        """Doubles with every failure in a row; half is chance, so that many servers do not start as one."""
         whole = min(self.cap, self.base * 2.0 ** min(failures - 1, 30))
         return whole * random.uniform(0.5, 1.0)
 
 
 class EngineListener(Protocol):
     def on_ready(self, info: ModelInfo) -> None:
-        """Reports a usable engine. Raises InvalidModel where it must not be used: supervision then ends."""
+        """Raises InvalidModel where the engine must not be used: supervision then ends."""
 
-    def on_lost(self) -> None:
-        """Reports that the engine and all its state are lost. Another is started."""
+    def on_lost(self) -> None: ...
 
     def on_death(self, step: MarkedStep | None) -> None:
-        """Reports the unfinished step of a dead process; None where it was ended from outside."""
+        """Gets the unfinished step; None where the process was ended from outside."""
 
     def on_late(self) -> None:
-        """Reports repeated failures to start: no request should wait for the next."""
+        """Starts keep failing: no request should wait for the next."""
 
-    def on_ended(self) -> None:
-        """Reports that no other process is started."""
+    def on_ended(self) -> None: ...
 
     def on_progress(self, progress: LoadProgress) -> None:
         pass
@@ -85,7 +83,6 @@ class Supervisor:
     def __init__(
         self, settings: EngineSettings, listener: EngineListener, backoff: Backoff, begun: Begun | None = None
     ) -> None:
-        """`begun`: the first process."""
         self.state = EngineState.STOPPED
         self.restarts = 0
         self.deaths = Counter(dict.fromkeys(("not_started", "hung", "ended", "killed", "out_of_memory"), 0))
@@ -107,8 +104,7 @@ class Supervisor:
 
     @property
     def retry_after(self) -> float:
-        """Returns seconds until it will probably be ready: the last load's time, and a random share of it. If that has
-        passed, a share of the time taken so far."""
+        """Seconds until it will probably be ready, by the last load's time, with a random part."""
         now = time.monotonic()
         under_way = self.state in (EngineState.LOADING, EngineState.RESTARTING)
         begins = max(self._next_spawn, self._spawned_at) if under_way else now
@@ -118,8 +114,8 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an absent engine may still be expected. False once restarts have ended, or none was ready for a
-        minute since two or more have died in `engine.give_up` seconds."""
+        """Whether an absent engine may be expected. False once restarts have ended, or none was ready for a minute
+        since two or more have died in `engine.give_up` seconds."""
         if self._task is None or self.state is EngineState.READY:
             return True
         give_up = self._settings.give_up
@@ -131,7 +127,7 @@ class Supervisor:
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """Returns once it is ready for the first time; from then on it is kept so."""
+        """Returns once it is ready for the first time."""
         if self._task is not None:
             raise RuntimeError("an engine is started once")
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -143,17 +139,17 @@ class Supervisor:
             await self._task
 
     async def ended(self) -> None:
-        """Never returns while the process is kept ready. Raises what ended that."""
+        """Raises what ended restarts."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def send(self, command: Command) -> None:
-        """Sends to the present process. Lost where there is none, as it would be with the process."""
+        """Drops commands where there is no process: their effect would be lost with it."""
         if self._child is not None:
             self._child.send(command)
 
     def kill(self) -> None:
-        """Ends the process without asking. `close`, before or after, then takes no time."""
+        """A `close` before or after need not wait for the process."""
         if self._child is not None:
             self._child.kill()
 
@@ -176,7 +172,6 @@ class Supervisor:
             self.restarts += 1
 
     def _unsupervised(self, task: asyncio.Task[None]) -> None:
-        """Handles the end of restarts: closed, refused, or a defect."""
         self.state = EngineState.STOPPED
         if task.cancelled() or task.exception() is None:
             return
@@ -185,7 +180,6 @@ class Supervisor:
         self._listener.on_ended()
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """Runs one process from start to end, and returns how it ended."""
         self._spawned_at, self._ready_at, self._refusal = time.monotonic(), None, None
         short_of_memory = oom_kills()
         begun, self._begun = self._begun, None
@@ -218,10 +212,10 @@ class Supervisor:
 
     async def _watch(self, child: Child) -> float | None:
         """Waits until the process has closed its socket, or has given no sign of life for the hang timeout: then
-        returns how long. While it loads, processor time counts as life as well, for ten times as long.
+        returns how long. While it loads, processor time counts as life, for ten times as long.
 
-        A ready process is pinged at every poll, with or without requests, so that silence does not depend on load.
-        Polls are counted, not seconds, so that an event loop that was itself held up does not mistake that for a hang.
+        A ready process is pinged at every poll, so that silence does not depend on load. Polls are counted, not
+        seconds, so that an event loop that was itself held up reports no hang.
         """
         interval = self._settings.hang_timeout / _LOOKS
         alive_at = heard_at = time.monotonic()
@@ -248,7 +242,6 @@ class Supervisor:
         return self._ready_at is not None and now - self._ready_at > _STEADY
 
     def _lose(self) -> None:
-        """Reports the loss at once, before the process has quite ended."""
         now = time.monotonic()
         if self._steady(now) or not self._deaths:
             self._deaths, self._ill_since = 0, now
@@ -262,7 +255,6 @@ class Supervisor:
             self._listener.on_late()
 
     def _hopeless(self, how: str) -> EngineError | None:
-        """Returns the error of start() where another attempt is useless."""
         if self._refusal is not None:
             return self._refusal
         if self._failed_starts < _FIRST_ATTEMPTS:

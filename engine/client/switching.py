@@ -1,5 +1,4 @@
-"""Implements the front's half of the engine's switches: what was requested, what a new process gets, and what was
-reverted."""
+"""The engine's switches: what was requested, what a new process gets, and what was reverted."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ _log = logging.getLogger(__name__)
 
 
 class Switching:
-    """Holds the switches of one engine, through all of its processes."""
-
     def __init__(self, settings: EngineSettings, send: Callable[[Command], None]) -> None:
         self.reverted: dict[str, Reverted] = {}
         self.reverts = Counter[str]()
@@ -39,7 +36,6 @@ class Switching:
         await answer
 
     def settle(self, report: Switched) -> None:
-        """Passes the engine's answer to its waiter, if that still waits."""
         asked = self._asked.pop(report.ticket, None)
         if asked is None:
             if report.refusal is not None:
@@ -69,7 +65,7 @@ class Switching:
                 self._send(SetSwitch(next(self._tickets), name, enabled))
 
     def lost(self, steps: int) -> None:
-        """Reverts what was on trial when the process died after `steps` steps, since it may be the cause."""
+        """Reverts switches on trial when the process died after `steps` steps: they may be the cause."""
         trials, self._trials = self._trials, {}
         for name, since in trials.items():
             if steps - since < TRIAL_STEPS:

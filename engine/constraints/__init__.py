@@ -1,2 +1,1 @@
-"""Applies constraints of answers: which tokens a grammar allows next, and which it forces. Without torch; the library
-is loaded with the first constraint."""
+"""Applies constraints of answers: which tokens a grammar allows next, and which it forces. Without torch."""

@@ -1,12 +1,12 @@
-"""Checks constraints against bounds of depth, rules, size and repetition before llguidance reads any of them.
+"""Checks constraints against bounds of depth, rules, size and repetition before llguidance reads any of them, in the
+front and in the engine's processes.
 
-llguidance parses constraints recursively, and a stack overflow in it ends the process. Therefore no constraint deeper
-than MOST_DEPTH reaches it, and it runs on a stack of STACK bytes, which overflows only at nineteen times that depth and
-beyond (docs/adr/0062-constraints-in-processes.md). The text process of the front and the engine's processes run the
-same checks on the same text.
+llguidance parses recursively, and a stack overflow ends the process. So no constraint deeper than MOST_DEPTH reaches
+it, and it runs on a stack of STACK bytes, enough for nineteen times that depth
+(docs/adr/0062-constraints-in-processes.md).
 
-Depth is counted from the outermost level inwards. Of rules or definitions that can reach each other in a cycle, all
-count. The checks themselves do not recurse.
+Depth is counted from the outermost level inwards; all rules or definitions that can reach each other in a cycle count.
+The checks do not recurse.
 """
 
 from __future__ import annotations
@@ -44,20 +44,18 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class OutOfBounds(ValueError):
-    """A constraint exceeds a bound. The text is meant for the caller and names the bound and the place."""
+    """Its text, meant for the caller, names the bound and the place."""
 
 
 @dataclass(slots=True)
 class _Rule:
-    """Holds the depth and the references of a grammar's rule or of a schema's definition."""
-
     place: str
     depth: int = 1  # levels of nesting inside the rule itself
     uses: set[str] = field(default_factory=set)
 
 
 def check_grammar(grammar: str) -> None:
-    """Checks a grammar as the engine receives it: llguidance's own JSON, or Lark's notation. Raises OutOfBounds."""
+    """Takes llguidance's own JSON, or Lark's notation. Raises OutOfBounds."""
     if not grammar.lstrip().startswith("{"):
         check_ebnf(grammar)
         return
@@ -74,15 +72,14 @@ def check_grammar(grammar: str) -> None:
 
 
 def check_regex(pattern: str, place: str = "") -> None:
-    """Checks the length, nesting and repetition of a regex. `place` names the regex's place in a larger text, for the
-    error text; a regex on its own has none. Raises OutOfBounds."""
+    """`place` is where the regex stands in a larger text. Raises OutOfBounds."""
     if len(pattern) > MOST_REGEX:
         raise OutOfBounds(f"is a regex of more than {MOST_REGEX} characters{place}")
     _Regex(pattern, place).check()
 
 
 def check_ebnf(text: str) -> None:
-    """Checks a grammar in Lark's notation or in GBNF. Raises OutOfBounds."""
+    """Takes Lark's notation or GBNF. Raises OutOfBounds."""
     gbnf = "::=" in text and not re.search(r"(?m)^\s*(?:%llguidance\b|start\s*:(?!:=))", text)
     rules = _rules(text, gbnf)
     if len(rules) > MOST_RULES:
@@ -91,7 +88,7 @@ def check_ebnf(text: str) -> None:
 
 
 def check_schema(schema: Any) -> None:
-    """Checks a parsed JSON schema. Raises OutOfBounds, whose text has a JSON pointer to the place."""
+    """Raises OutOfBounds, whose text has a JSON pointer to the place."""
     pointers: set[str] = set()
     anchors: dict[str, str] = {}
     references: set[str] = set()
@@ -111,8 +108,8 @@ def check_schema(schema: Any) -> None:
 
 
 def on_own_stack(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread with a stack of STACK bytes, whatever stack this process has, and reraises its exception.
-    Raises MemoryError where there is no memory for that stack."""
+    """Runs `work` in a thread with a stack of STACK bytes; reraises its exception. Raises MemoryError without room for
+    it."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -140,8 +137,6 @@ def on_own_stack(work: Callable[[], T]) -> T:
 
 
 class _Regex:
-    """Checks a regex in Rust's syntax in one pass."""
-
     def __init__(self, pattern: str, place: str) -> None:
         self._pattern = pattern
         self._place = place
@@ -165,7 +160,6 @@ class _Regex:
             at = self._single(at, sign)
 
     def _single(self, at: int, sign: str) -> int:
-        """Reads one part of the regex and returns the index of the next part."""
         self._repeats = 0
         if sign == "(":
             self._groups.append(0.0)
@@ -193,8 +187,7 @@ class _Regex:
             raise OutOfBounds(f"repeats more than {MOST_REPEATED} characters{self._at(at)}")
 
     def _behind_class(self, at: int) -> int:
-        """Returns the index behind a character class. Classes may be nested. A closing bracket right behind the first
-        opening bracket is a literal character."""
+        """Classes may be nested; a closing bracket right behind the first opening one is a literal."""
         depth, begun, at = 1, at, at + 1
         if self._pattern[at : at + 1] == "^":
             at += 1
@@ -254,8 +247,8 @@ def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
 
 
 def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, int]:
-    """Removes the name that is being defined from `names` and returns it with its offset: the last name that stands
-    first in its line. The names that are left belong to the rule before."""
+    """Removes the name being defined from `names`: the last that stands first in its line. Those left belong to the
+    rule before."""
     for index in range(len(names) - 1, -1, -1):
         begin = names[index][1]
         line = text.rfind("\n", 0, begin) + 1
@@ -267,8 +260,7 @@ def _defined(names: list[tuple[str, int]], text: str, gbnf: bool) -> tuple[str, 
 
 
 def _inline(text: str, word: str, at: int) -> int:
-    """Returns the index at which the scan continues after an embedded `%json {…}`, `%regex {…}` or `%lark {…}`. Checks
-    the schema of a `%json` and the length of a `%regex`, which is flat."""
+    """Checks an embedded `%json {…}` or `%regex {…}`; returns the index behind it."""
     if word == "%lark":
         return at  # its rules count as this grammar's
     try:
@@ -291,7 +283,6 @@ def _place(text: str, at: int) -> str:
 
 
 def _walk(schema: Any) -> Iterator[tuple[str, int, Items]]:
-    """Yields every object and list of the schema with its JSON pointer and its depth, outer ones before inner ones."""
     todo = [("#", 1, schema)] if isinstance(schema, (dict, list)) else []
     while todo:
         pointer, depth, value = todo.pop()
@@ -315,8 +306,8 @@ def _referred(value: dict[str, Any]) -> list[str]:
 
 
 def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
-    """Returns the whole schema and every place that has an anchor or is referred to, each with its depth and its
-    references. A reference whose target is unknown counts as a reference to every one of these places."""
+    """The whole schema and every place that has an anchor or is referred to. A reference with an unknown target counts
+    as one to each."""
     targets: dict[str, tuple[str, ...]] = {}
     for reference in references:
         pointer = unquote(reference.rstrip("/")) or "#"

@@ -1,5 +1,4 @@
-"""Defines how much processor time and memory, and how many processes, constraints may take. docs/security.md states
-these numbers."""
+"""Processor time, memory and number of processes that constraints may take, as stated in docs/security.md."""
 
 from __future__ import annotations
 

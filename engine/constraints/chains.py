@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 
 def deepest(nodes: Mapping[str, tuple[int, Iterable[str]]], most: int) -> str | None:
-    """Returns the first node, users before what they use, at which a chain of references becomes deeper than `most`, or
-    None. `nodes` maps each name to the node's own depth and the names that it uses. Of nodes in a cycle all count, in
-    whatever order they are used."""
+    """The first node, users before what they use, at which a chain becomes deeper than `most`. `nodes` have their own
+    depth and the names that they use. All nodes of a cycle count."""
     edges = {name: [used for used in uses if used in nodes] for name, (_, uses) in nodes.items()}
     circles = _circles(edges)
     circle_of = {name: index for index, circle in enumerate(circles) for name in circle}
@@ -28,7 +27,7 @@ def deepest(nodes: Mapping[str, tuple[int, Iterable[str]]], most: int) -> str | 
 
 
 def _circles(edges: Mapping[str, list[str]]) -> list[list[str]]:
-    """Returns the strongly connected components by Tarjan's algorithm, each before its users."""
+    """Tarjan's strongly connected components, each before its users."""
     number: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []

@@ -1,11 +1,9 @@
 """Tracks which tokens the sequences of a runner may generate next.
 
 Grammars are followed in processes of their own (docs/adr/0062-constraints-in-processes.md), because llguidance may
-exhaust or crash the process that it runs in. A step waits for their answers for `Budget.step_wait` at most, and only
-for callers whose masks have come in time lately.
-
-A sequence that has no mask yet, and whose caller's masks were late, is not planned (`ready`). A row that was planned
-and has no mask when its token is chosen ends in RowEnd.LATE, and is planned again later.
+exhaust or crash its process. A step waits for their answers for `Budget.step_wait` at most, and only for callers whose
+masks came in time lately. Sequences of others are not planned without a mask (`ready`). A planned row whose mask is
+late ends in RowEnd.LATE, and is planned again.
 """
 
 from __future__ import annotations
@@ -53,8 +51,6 @@ _LEAST_WAIT = 1e-4  # seconds; a shorter wait is not worth a call
 
 @dataclass(slots=True, eq=False)
 class _HeldConstraint:
-    """Holds the constraint of a sequence and the last answers of the process that follows it."""
-
     number: int  # names the sequence to its process; never reused, so that no answer is taken for another's
     constraint: Constraint
     stops: tuple[int, ...]
@@ -74,7 +70,7 @@ class _HeldConstraint:
 
 
 class Constraints:
-    """Tracks the grammars of the sequences that a runner holds. Belongs to the engine loop's thread."""
+    """Belongs to the engine loop's thread."""
 
     def __init__(
         self,
@@ -103,22 +99,20 @@ class Constraints:
     # Called by the loop, outside of steps
 
     def begin_compiling(self, key: int, constraint: Constraint, stops: tuple[int, ...], forcing: bool) -> None:
-        """Starts the compile of the grammar and of its first mask. `compiled` reports when both are done."""
         self._begin(key, constraint, stops, forcing, [])
 
     def compiled(self, key: int) -> bool:
-        """Returns whether the compile is over. The sequence can then be planned, unless `failure` has a reason."""
+        """Whether the compile is over; the sequence can be planned unless it is a `failure`."""
         if self._processes.unloadable and key in self._held:
             self._held[key].failed = ConstraintReason.UNMET
         return self._is_ready(self._held[key])
 
     def failure(self, key: int) -> ConstraintReason | None:
-        """Returns why the sequence can never run, or None."""
         return self._held[key].failed
 
     @property
     def unloadable(self) -> str:
-        """Explains why no constraint can be used with this model; empty where constraints can be used."""
+        """Why no constraint can be used with this model; empty where constraints can be."""
         return self._processes.unloadable
 
     @property
@@ -132,18 +126,15 @@ class Constraints:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Lists the fork server's process id; all other processes are its children."""
         return self._processes.pids if isinstance(self._processes, Processes) else ()
 
     def forget(self, key: int) -> None:
-        """Discards what is held of a sequence, and ends the sequence in its process."""
         held = self._held.pop(key, None)
         if held is not None:
             self._leave(held)
 
     def collect(self) -> None:
-        """Takes in the answers that have arrived, without waiting. About once a second, also discards sequences that
-        have been preempted for long and ends idle processes."""
+        """Never waits. About once a second, also discards sequences preempted long ago and ends idle processes."""
         if not self._held and not self.kept:
             return
         self._processes.wait(0)
@@ -158,15 +149,15 @@ class Constraints:
     # Called by the scheduler
 
     def ready(self, key: int) -> bool:
-        """Returns whether a step that chooses the sequence's next token has its mask, or may wait for it briefly
-        because the caller's masks have come in time."""
+        """Whether a step has the mask of the sequence's next token, or may wait briefly for a caller whose masks came
+        in time."""
         held = self._held.get(key)
         return held is None or self._is_ready(held) or self._trusted(held)
 
     # Called by a step
 
     def begin(self, plan: StepPlan) -> None:
-        """Starts a step: parks the grammars of preempted sequences, and begins or resumes those of admitted ones."""
+        """Parks grammars of preempted sequences, and begins or resumes those of admitted ones."""
         self._followed.clear()
         self._waited = 0.0
         if not plan.released and not plan.admitted:
@@ -188,9 +179,8 @@ class Constraints:
         return key in self._held
 
     def mask(self, key: int, assumed: Sequence[int] = ()) -> bytearray:
-        """Returns one bit for each token that may come next, from the lowest bit of the first byte on. `assumed` are
-        draft tokens that come before that token. No bit is set where the grammar forbids `assumed` or ends with it, and
-        where the mask does not come in time."""
+        """One bit for each token that may follow the draft `assumed`, lowest bit first. None is set where the grammar
+        forbids `assumed` or ends with it, or the mask is late."""
         held = self._held[key]
         before = tuple(assumed)
         if before:
@@ -201,14 +191,14 @@ class Constraints:
         return held.mask
 
     def expect(self, key: int, draft: Sequence[int]) -> None:
-        """Requests the masks that a draft is verified with, ahead of their use."""
+        """Requests the masks of a draft ahead of their use."""
         held = self._held.get(key)
         if held is not None and draft and held.failed is None and self._trusted(held):
             self._ask_ahead(held, tuple(draft))
 
     def stuck(self, key: int) -> RowResult:
-        """Returns the end of a sequence for which no token is left: COMPLETE where its grammar may end here, otherwise
-        STUCK or COSTLY. A sequence whose mask was only late is not ended (LATE)."""
+        """COMPLETE where the grammar may end, otherwise STUCK or COSTLY. A late mask does not end the sequence
+        (LATE)."""
         held = self._held[key]
         if held.late:
             held.late = False
@@ -219,8 +209,8 @@ class Constraints:
         return RowResult((), end=RowEnd.COMPLETE if sound else RowEnd.STUCK)
 
     def ended(self, results: dict[int, RowResult], sequences: Iterable[SequenceState]) -> dict[int, RowResult]:
-        """Replaces the constrained results without a token by an end, where the mask was late or had no token left. The
-        other results without a token stay: their logits were not numbers."""
+        """Replaces constrained results without a token by an end, where the mask was late or had no token left. Others
+        stay: their logits were not numbers."""
         for one in sequences:
             if one.key not in self._held or results[one.key].token_ids:
                 continue
@@ -229,8 +219,8 @@ class Constraints:
         return results
 
     def follow(self, rows: Iterable[Row], results: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Advances the grammars by the tokens that a step chose, and returns the results with the tokens that the
-        grammars force after them. A row that was advanced earlier in the same step is skipped."""
+        """Advances the grammars by the step's tokens and adds those that they force. Skips rows advanced earlier in the
+        step."""
         if not self._held:
             return results
         going: list[int] = []
@@ -275,7 +265,7 @@ class Constraints:
                 pass
 
     def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
-        """Implements `processes.Listener`. Sequences that are not to blame begin anew in another process."""
+        """Begins sequences that are not to blame anew in another process."""
         for key, held in [*self._held.items()]:
             if held.process is not process or held.failed is not None:
                 continue
@@ -337,7 +327,6 @@ class Constraints:
         self._begin(admitted.key, constraint, admitted.stopping.stop_token_ids, forcing, answer)
 
     def _unpark(self, which: Callable[[_HeldConstraint], bool]) -> None:
-        """Discards the preempted sequences that `which` selects. Their grammars begin anew when they get a slot."""
         for key in [key for key, held in self._held.items() if which(held)]:
             self.forget(key)
 
@@ -358,8 +347,7 @@ class Constraints:
         return late_at is None or self._clock() - late_at >= DISTRUST
 
     def _awaited(self, held: _HeldConstraint, there: Callable[[], bool]) -> bool:
-        """Waits until `there()` is true, while the caller is trusted and the step has waiting time left. Returns
-        whether `there()` is true."""
+        """Waits only while the caller is trusted and the step has waiting time left."""
         if not there():
             self._processes.wait(0)
         while not there():
@@ -409,7 +397,7 @@ class Constraints:
             self._processes.ask(held.process, Advance(held.number, ids, held.forcing and self._trusted(held)))
 
     def _with_forced(self, held: _HeldConstraint, brought: RowResult) -> RowResult:
-        """Returns the row's result with the tokens that its grammar forces after it, if the process answers in time."""
+        """Adds the tokens that the grammar forces, if the process answers in time."""
         self._awaited(held, lambda: held.followed is not None or held.failed is not None)
         if held.followed is None:
             held.overdue = held.failed is None
@@ -431,7 +419,6 @@ def _name(constraint: Constraint) -> bytes:
 
 
 def _barred(mask: bytearray, tokens: Iterable[int]) -> bytearray:
-    """Returns the mask without these tokens."""
     left = bytearray(mask)
     for token in tokens:
         if token // 8 < len(left):

@@ -12,15 +12,14 @@ _MOST_COUNTED: Final = 1024  # constraints; beyond that the one whose last death
 
 
 class Deaths:
-    """Refuses constraints that killed MOST_DEATHS processes, until REFUSED_FOR seconds have passed since the last
-    death. Then counting begins anew."""
+    """Refuses constraints that killed MOST_DEATHS processes, until REFUSED_FOR seconds after the last death; then
+    counts anew."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._counted: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # count and time of the last; oldest first
 
     def add(self, name: bytes) -> int:
-        """Counts a death. Returns how many that makes."""
         self._forget()
         count, _ = self._counted.pop(name, (0, 0.0))
         self._counted[name] = count + 1, self._clock()

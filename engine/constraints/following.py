@@ -35,8 +35,7 @@ MOST_FORCED: Final = 256  # forced tokens that are appended at once
 
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """Holds a compiled grammar. The matchers of its sequences are copies that share the memory they grow to, which
-    `bytes` counts once."""
+    """Its sequences' matchers are copies that share the memory they grow to, counted once in `bytes`."""
 
     matcher: LLMatcher
     bytes: int = 0
@@ -52,9 +51,8 @@ class _Sequence:
 
 
 class Following:
-    """Executes one command after another, and counts memory after each. Drops a grammar that exceeds `of_constraint`,
-    with the sequences that follow it. Where all grammars together exceed `of_caller`, drops those that no sequence
-    follows, least recently used first, and then the largest with its sequences."""
+    """Counts memory after each command. Drops a grammar that exceeds `of_constraint`, with its sequences. Where all
+    together exceed `of_caller`, drops those without a sequence, least recently used first, then the largest."""
 
     def __init__(
         self, grammars: Grammars, budget: Budget, used: Callable[[], int], give_back: Callable[[], None]
@@ -69,11 +67,9 @@ class Following:
 
     @property
     def used(self) -> int:
-        """Counts the bytes of all grammars."""
         return sum(one.bytes for one in self._kept.values())
 
     def obey(self, command: Command) -> Iterator[Answer]:
-        """Executes a command and yields its answers, each as soon as it is known."""
         before = self._heap()
         self._correct(before)
         grammar = command.grammar if isinstance(command, Begin) else None
@@ -92,7 +88,7 @@ class Following:
         yield from self._bounded(command.key, last or SequenceEnded(command.key, 0))
 
     def _correct(self, now: int) -> None:
-        """Subtracts what was counted after the last command and has been freed since: the answer itself."""
+        """Subtracts what was freed since the last count: the answer itself."""
         grammar, after = self._counted
         if now < after and (found := self._kept.get(grammar)) is not None:
             found.bytes = max(0, found.bytes - (after - now))
@@ -164,7 +160,7 @@ class Following:
         return Masked(key, sequence.length, bytes(mask), whole, 0)
 
     def _mask(self, sequence: _Sequence) -> bytearray:
-        """Returns the mask of the next token. Stop tokens are allowed where the grammar may end, and nowhere else."""
+        """Allows stop tokens only where the grammar may end."""
         matcher = sequence.matcher
         bits = bytearray(matcher.compute_bitmask())
         if matcher.is_error():
@@ -178,8 +174,8 @@ class Following:
         return bits
 
     def _mask_behind(self, sequence: _Sequence, draft: tuple[int, ...]) -> bytes:
-        """Returns the mask of the token after a draft; empty where the grammar forbids the draft or ends with it. The
-        mask covers forced tokens too, because the library's mask allows only the token that is forced."""
+        """The mask after a draft; empty where the grammar forbids the draft or ends with it. Covers forced tokens too,
+        because the library's mask allows only the forced one."""
         matcher, consumed = sequence.matcher, 0
         try:
             for token in draft:
@@ -213,7 +209,6 @@ class Following:
                 yield SequenceEnded(key, used)
 
     def _over(self) -> set[int]:
-        """Drops the grammars that exceed a bound, and returns the keys of the sequences that this ends."""
         ended: set[int] = set()
         dropped = False
         for text, one in [*self._kept.items()]:

@@ -1,11 +1,8 @@
-"""Loads the vocabulary once and forks the processes that follow grammars, which share it without loading it.
+"""Loads the vocabulary once and forks the processes that follow grammars: `python -m engine.constraints.fork_server
+--fd N`.
 
-Run as `python -m engine.constraints.fork_server --fd N`. The fork server follows no grammar itself and runs no thread,
-so that forking is safe.
-
-Each forked process serves one caller, one command after another. It is killed when it exceeds a bound (of processor
-time by a timer's signal, of memory by a resource limit) and when the library crashes. No forked process outlives the
-engine.
+Each process serves one caller. It is killed when it exceeds a bound (processor time by a timer's signal, memory by a
+resource limit), and never outlives the engine.
 """
 
 from __future__ import annotations
@@ -88,7 +85,6 @@ class _ConstraintForks(ForkServer):
 
 
 def _follow(engine: socket.socket, grammars: Grammars, configure: ConfigureConstraints) -> None:
-    """Executes commands until the engine closes the socket."""
     heap = HeapGauge()
     budget = Budget(of_constraint=configure.of_constraint, of_caller=configure.of_caller)
     following = Following(grammars, budget, heap.used, heap.give_back)

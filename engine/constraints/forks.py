@@ -1,8 +1,7 @@
-"""Provides what fork servers have in common: the loop that forks and reaps, and the limits of forked processes.
+"""The loop that forks and reaps, and the limits of forked processes.
 
-A fork server loads data once, and the processes that it forks share the data without loading it. A fork server runs no
-thread, so that forking is safe. No forked process outlives its parent. The front imports this module as well, so it
-does not import torch.
+A fork server loads data once for all its forked processes, runs no thread, so that forking is safe, and leaves none
+behind its parent. The front imports this module too, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ _DESCRIPTORS = 64
 
 
 class ForkServer(ABC):
-    """Forks processes on a parent's orders, and reports how each one ended."""
-
     def __init__(self, parent: socket.socket) -> None:
         self._parent = parent
         self._pids: dict[int, int] = {}  # key → process, until it is reaped
@@ -39,10 +36,9 @@ class ForkServer(ABC):
 
     @abstractmethod
     def ended(self, key: int, code: int) -> bytes:
-        """Encodes the message that a process has ended with an exit code, or with minus the number of a signal."""
+        """`code`: the exit code, or minus a signal's number."""
 
     def run(self) -> None:
-        """Serves until the parent closes its socket."""
         self._wakes.setblocking(False)
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -58,7 +54,6 @@ class ForkServer(ABC):
                 self.obey(order, descriptors)
 
     def fork(self, key: int, work: Callable[[], None]) -> None:
-        """Starts a process that runs `work` and exits."""
         try:
             pid = os.fork()
         except OSError:
@@ -82,7 +77,7 @@ class ForkServer(ABC):
             os._exit(code)
 
     def kill(self, key: int) -> None:
-        """Kills a process. Its pid is still its own, because `_pids` holds only processes that are not reaped yet."""
+        """The pid is still its own, because `_pids` holds only unreaped processes."""
         if key in self._pids:
             os.kill(self._pids[key], signal.SIGKILL)
 
@@ -99,7 +94,6 @@ class ForkServer(ABC):
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends."""
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before prctl took effect
@@ -107,8 +101,8 @@ def die_with_parent() -> None:
 
 
 def confine(memory: int) -> None:
-    """Limits this process to `memory` bytes more than it has and a few open files, forbids it to write to files, and
-    has the kernel's OOM killer prefer it."""
+    """Limits this process to `memory` bytes more than it has and a few open files, forbids writing to files, and makes
+    it the OOM killer's first choice."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (_DESCRIPTORS, _DESCRIPTORS))
@@ -118,7 +112,7 @@ def confine(memory: int) -> None:
 
 
 def limit_memory(memory: int) -> None:
-    """Limits heap and private mappings to `memory` bytes more than now."""
+    """Counts heap and private mappings."""
     status = Path("/proc/self/status").read_text()
     data = int(status.partition("VmData:")[2].split()[0]) * 1024
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

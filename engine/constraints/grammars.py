@@ -15,31 +15,27 @@ _MOST_STATES: Final = 20_000  # of a lexer, a kilobyte or two each
 
 
 def limits() -> LLParserLimits:
-    """Returns the library's bounds of work, which end most of what is too complex early. They bound neither the time of
-    a mask (0.7 s was measured) nor memory (160 MB). The library's errors do not repeat what the caller sent, since they
-    may be logged."""
+    """Bounds that end most of what is too complex early, but neither the time of a mask (0.7 s was measured) nor memory
+    (160 MB). Errors omit what the caller sent, since they may be logged."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_lexer_states=_MOST_STATES, verbose_errors=False)
 
 
 class Grammars:
-    """Compiles grammars over one vocabulary, which is read when it is first needed. Belongs to one thread."""
+    """Reads its vocabulary at the first use. Belongs to one thread."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """Returns a fresh matcher at the grammar's beginning. The matcher of a grammar that cannot be compiled is in
-        error. Raises OutOfBounds, and what `read_vocabulary` raises."""
+        """In error where the grammar does not compile. Raises OutOfBounds, and what `read_vocabulary` raises."""
         from llguidance import LLMatcher
 
         check_grammar(grammar)
         return LLMatcher(self.vocabulary()[0], grammar, log_level=0, limits=limits())
 
     def vocabulary(self) -> tuple[LLTokenizer, int]:
-        """Returns the vocabulary, and the token whose bit in a mask means that the answer may end there. Raises OSError
-        or ValueError."""
         return self._vocabulary
 
     @cached_property

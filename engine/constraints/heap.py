@@ -1,5 +1,5 @@
-"""Measures how many bytes this process has allocated. llguidance allocates by the C library's malloc, so in a process
-that does nothing else, the growth of the heap is the growth of a grammar."""
+"""Measures the bytes allocated in this process. llguidance allocates by malloc, so in a process that does nothing else,
+the growth of the heap is the growth of a grammar."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 class HeapGauge:
-    """Measures the heap of this process. glibc since 2.33 reports it exactly; elsewhere resident memory is taken, which
-    is more."""
+    """Exact by glibc since 2.33; elsewhere resident memory, which is more."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None)
@@ -26,7 +25,6 @@ class HeapGauge:
             self._mallinfo.restype = _Mallinfo
 
     def used(self) -> int:
-        """Returns the bytes in use."""
         if self._mallinfo is None:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             return pages * resource.getpagesize()

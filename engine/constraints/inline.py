@@ -1,5 +1,5 @@
-"""Follows grammars in the calling process, without time bounds, for benches and tests that have a vocabulary of their
-own. Has the methods of `Processes` that `Constraints` calls."""
+"""Follows grammars in the calling process, without time bounds, for benches and tests with their own vocabulary. Has
+the methods of `Processes` that `Constraints` calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.constraints.processes import ConstraintProcess, ProcessListener
 
 
 class Inline:
-    """Follows the grammars of all callers in this process. `wait` delivers the answers, as `Processes.wait` does."""
+    """`wait` delivers the answers, as `Processes.wait` does."""
 
     def __init__(self, grammars: Grammars, listener: ProcessListener) -> None:
         self._following = Following(grammars, Budget(), lambda: 0, HeapGauge().give_back)
@@ -50,8 +50,7 @@ class Inline:
             assert self._process is not None
             self._listener.on_answer(self._process, self._answers.popleft())
 
-    def tidy(self) -> None:
-        """Does nothing, since there is no process that could be idle."""
+    def tidy(self) -> None: ...
 
     def leave(self, process: ConstraintProcess, key: int) -> None:
         process.keys.discard(key)

@@ -1,5 +1,5 @@
-"""Defines the messages between the engine loop and the processes that follow grammars. Commands and answers travel in
-the frames of `engine.ipc.framing`; orders and news are packets."""
+"""Messages between the engine loop and the processes that follow grammars. Commands and answers travel in the frames of
+`engine.ipc.framing`; orders and news are packets."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from engine.ipc.framing import FrameReader
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Begins a sequence, or resumes one after the tokens `ids` of its answer. The grammar is compiled unless it is
-    known."""
+    """Begins a sequence, or resumes one after the tokens `ids`. Compiles a grammar that is not known yet."""
 
     key: int
     grammar: str
@@ -19,8 +18,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Appends `ids` to the answer. With `force`, the tokens that the grammar leaves no choice about are appended
-    too."""
+    """Appends `ids`; with `force`, also the tokens about which the grammar leaves no choice."""
 
     key: int
     ids: tuple[int, ...]
@@ -28,15 +26,13 @@ class Advance(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LookAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Requests the masks after each token of a draft, which is not appended to the answer."""
+    """Requests the masks after each token of a draft, which is not appended."""
 
     key: int
     draft: tuple[int, ...]
 
 
 class TakeBack(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Removes the last `count` tokens from the answer."""
-
     key: int
     count: int
 
@@ -75,8 +71,7 @@ class MaskedAhead(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Reports that the sequence has failed. Is the last answer to any command, or sent without a command of its own
-    when another sequence's command exceeded a bound."""
+    """Last answer to any command, or unasked where another sequence's command exceeded a bound."""
 
     key: int
     reason: str  # one of `Reason`
@@ -85,14 +80,14 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class SequenceEnded(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Answers End, and commands for a sequence that has failed."""
+    """Answers End, and commands for a failed sequence."""
 
     key: int
     used: int
 
 
 class ConfigureConstraints(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Configures the fork server, and is the first message to it."""
+    """First message to the fork server."""
 
     folder: str  # of the model; empty: tokens are bytes
     compiling: float
@@ -102,14 +97,12 @@ class ConfigureConstraints(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ForkProcess(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Orders a process, whose socket is sent along with this message. Numbers are never reused."""
+    """The process's socket is sent along. Numbers are never reused."""
 
     number: int
 
 
 class KillProcess(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Orders that a process be killed; `ProcessEnded` follows."""
-
     number: int
 
 
@@ -118,8 +111,6 @@ class VocabularyLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class VocabularyUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Reports that no constraint can be used with this model."""
-
     message: str
 
 

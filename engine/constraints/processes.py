@@ -1,6 +1,5 @@
-"""Manages the processes that follow grammars, from the engine loop's end: which caller has which process, which
-commands are unanswered, and how each process ended. Between `start` and `close` only `wait` blocks, for at most the
-given seconds."""
+"""Manages the processes that follow grammars: which caller has which process, which commands are unanswered, and how
+each process ended. Between `start` and `close` only `wait` blocks, for at most its seconds."""
 
 from __future__ import annotations
 
@@ -54,14 +53,11 @@ class ProcessListener(Protocol):
         pass
 
     def on_end(self, process: ConstraintProcess, culprit: int | None, reason: ConstraintReason) -> None:
-        """Handles the end of a process, with which all its sequences are lost. `culprit` is the sequence whose command
-        it was executing, or None."""
+        """All its sequences are lost. `culprit` is the one whose command it was executing."""
 
 
 @dataclass(slots=True, eq=False)
 class ConstraintProcess:
-    """Holds the connection to one process, and the commands that it has not answered yet."""
-
     number: int
     owner: str
     socket: socket.socket
@@ -76,7 +72,7 @@ class ConstraintProcess:
 
 
 class Processes:
-    """Manages the processes of one engine process. Belongs to one thread."""
+    """Belongs to one thread."""
 
     def __init__(self, folder: str, budget: Budget, listener: ProcessListener, clock: Callable[[], float]) -> None:
         self._folder = folder
@@ -101,17 +97,15 @@ class Processes:
 
     @property
     def used(self) -> int:
-        """Counts the bytes of all grammars in all processes."""
         return sum(one.used for one in self._all.values())
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Lists the fork server's process id; all other processes are its children."""
         return () if self._server is None else (self._server.pid,)
 
     def of(self, owner: str) -> ConstraintProcess:
-        """Returns the process for a new sequence of that caller: the caller's process with the fewest sequences, or a
-        new process. Where no more may be started, a caller without one shares the emptiest of all."""
+        """The caller's process with the fewest sequences, or a new one. Where no more may be started, a caller without
+        one shares the emptiest."""
         own = [one for one in self.live if one.owner == owner]
         least = min(own, key=lambda one: len(one.keys), default=None)
         if least is not None and (len(least.keys) < _BUSY or len(own) >= self._budget.shares):
@@ -124,13 +118,13 @@ class Processes:
         return least or min(self.live, key=lambda one: len(one.keys))
 
     def ask(self, process: ConstraintProcess, command: Command) -> None:
-        """Sends a command. If the process has ended, `on_end` reports that."""
+        """If the process has ended, `on_end` reports that."""
         process.asked.append((command.key, self._clock()))
         process.unsent += framing.encode(command)
         self._flush(process)
 
     def wait(self, seconds: float) -> None:
-        """Takes in what has arrived, and waits for at most `seconds` where nothing has."""
+        """Waits for at most `seconds` where nothing has arrived."""
         if self._news is None:
             return
         for fd, event in self._poll.poll(seconds * 1000):
@@ -145,8 +139,8 @@ class Processes:
                     self._receive(process)
 
     def tidy(self) -> None:
-        """Ends processes that have been idle for long, and kills those that are stuck. While all grammars together are
-        too large, ends the process that has been idle longest or, where none is idle, kills the largest."""
+        """Ends long idle processes and kills stuck ones. While all grammars together are too large, ends the one idle
+        longest or kills the largest."""
         now = self._clock()
         for process in self.live:
             if not process.keys and not process.asked and now - process.left_at >= self._budget.idle:
@@ -166,7 +160,7 @@ class Processes:
             process.left_at = self._clock()
 
     def end(self, process: ConstraintProcess) -> None:
-        """Closes the process's socket, at which the process ends and frees its memory."""
+        """Closes the socket, at which the process ends."""
         self._close(process)
         process.used = 0
         process.asked.clear()
@@ -183,8 +177,7 @@ class Processes:
     # The fork server
 
     def start(self) -> bool:
-        """Starts the fork server unless it is running. Returns False where the start fails, or where the last one
-        failed less than _AGAIN seconds ago."""
+        """False where the start fails, or the last one failed less than _AGAIN seconds ago."""
         if self._news is not None:
             return True
         if self._clock() - self._failed_at < _AGAIN:
@@ -254,7 +247,6 @@ class Processes:
         self.unloadable, self._failed_at = why, self._clock()
 
     def _lost(self) -> None:
-        """Handles the end of the fork server, with which all its children end."""
         if not self.unloadable and not self._loaded:
             self._unloaded("its process died while it loaded the vocabulary")
         lost = [*self._all.values()]
@@ -330,7 +322,6 @@ class Processes:
 
 
 def _stop(news: socket.socket, server: subprocess.Popen[bytes], processes: dict[int, ConstraintProcess]) -> None:
-    """Closes all sockets and waits for the fork server, which ends with its socket, as its children end with it."""
     news.close()
     for process in processes.values():
         process.socket.close()
@@ -348,8 +339,7 @@ def _reason(code: int) -> ConstraintReason:
 
 
 def _launch(fd: int) -> subprocess.Popen[bytes]:
-    """Starts the fork server. `-P` has the interpreter ignore the working folder, so that another package named
-    `engine` there is not imported."""
+    """`-P` has the interpreter ignore the working folder, where another package may be named `engine`."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     home = Path(__file__).resolve().parents[2]
     if home.name not in ("site-packages", "dist-packages"):

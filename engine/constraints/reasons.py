@@ -1,4 +1,4 @@
-"""Names the reasons why a sequence cannot go on within its constraint."""
+"""Reasons why a sequence cannot go on within its constraint."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import enum
 
 
 class ConstraintReason(enum.StrEnum):
-    """Reason why a sequence cannot go on. UNMET comes from the answer or the model, the others from what the constraint
-    costs."""
+    """UNMET comes from the answer or the model, the others from what the constraint costs."""
 
     UNMET = "unmet"  # no token is left, or the grammar cannot be used with this model
     TIME = "time"  # a compile or a mask took more processor time than it may

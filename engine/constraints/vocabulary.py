@@ -15,7 +15,7 @@ _MARK = "<|end of a constrained answer|>"  # where a tokenizer has no special to
 
 
 class _Bytes:
-    """A tokenizer of bytes, for engines without a model folder; one more token stands for the end."""
+    """Serves engines without a model folder; one more token stands for the end."""
 
     eos_token_id = 256
     bos_token_id = None
@@ -27,9 +27,8 @@ class _Bytes:
 
 
 def read_vocabulary(folder: str) -> tuple[LLTokenizer, int]:
-    """Reads the vocabulary of a model folder or GGUF file, or that of plain bytes where `folder` is empty. The second
-    value is the token whose bit in a mask means that the answer may end. Takes about a second for large vocabularies.
-    Raises OSError or ValueError."""
+    """Takes a folder, a GGUF file or, empty, plain bytes. The second value is the token whose bit in a mask lets the
+    answer end. Raises OSError or ValueError."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not folder:

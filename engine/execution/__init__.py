@@ -1,1 +1,1 @@
-"""What does a step: the registry of executors, the runner that shares rows out, and the state that executors share."""
+"""Computes steps: the registry of executors, the router, the runner, and the state that executors share."""

@@ -1,7 +1,5 @@
-"""Launches steps of many rows ahead of their tokens; the device gets what changes between two launches. Torch-free.
-
-It keeps the rules that `engine.execution.pipeline` names.
-"""
+"""Launches steps of many rows by the rules of `engine.execution.pipeline`; between two launches, the device gets only
+what changes. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,26 +23,23 @@ MOST_BATCH_AHEAD = 2 * BATCH_AHEAD  # the same, not yet read, when rows come
 
 @dataclass(slots=True, eq=False)
 class BatchRow(HeldRow):
-    """One of many rows."""
-
     since: int = 0  # number of the first step that moved it
     first: int = 0  # position of the token that this step fed
 
     @property
     def reach(self) -> int:
-        """Returns the number of the last step that its pages allow; far off where they suffice to its end."""
+        """Returns the number of the last step that the row's pages allow; FAR where they suffice to its end."""
         held = self.pages * PAGE_SIZE
         return FAR if held >= self.last else self.since + held - 1 - self.first
 
     @property
     def end(self) -> int:
-        """Returns the number of its last step."""
         return self.since + self.last - 1 - self.first
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What changes before a launch of many rows. No index is named twice, but in moves, which come last."""
+    """No index occurs twice except in `moved`, which the device applies last."""
 
     left: tuple[int, ...] = ()
     entered: tuple[BatchRow, ...] = ()
@@ -56,26 +51,23 @@ class Changes:
 
 
 class BatchDevice(Protocol):
-    """A device of many rows. See `RowDevice`."""
+    """Runs steps of many rows; see `RowDevice`."""
 
     def update(self, update: Changes) -> None: ...
 
     def launch(self, launch: StepLaunch) -> None:
-        """The first launch is number 1."""
+        """Launches are numbered from 1 on."""
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
-        """Returns flags << 24 | token of each row state of a launch, once all have come."""
+        """Returns flags << 24 | token of each row state, once all of a launch have arrived."""
 
     def wait(self) -> None: ...
 
 
 class BatchPipeline:
-    """Many rows, of which the device gets what changes between two launches. Rows that stay need no update, so steps in
-    flight go on: each is read as the rows stood when it was launched.
-
-    A step moves the first row states, a bucket of them; the rest of a bucket is idle. Pages must reach
-    MOST_BATCH_AHEAD - 1 tokens beyond a row's first new one, or to its end: else rows that come could not be moved.
-    """
+    """Launches steps of the first row states, a bucket of them, of which unused ones idle. Rows that stay need no
+    update, so their steps stay in flight: each is read with the rows that it was launched for. Pages must reach
+    MOST_BATCH_AHEAD - 1 tokens beyond a row's first new one, or to its end, else newcomers could get no step."""
 
     def __init__(
         self, device: BatchDevice, sequences: SequenceTable, max_context: int, buckets: tuple[int, ...]
@@ -95,11 +87,9 @@ class BatchPipeline:
 
     @property
     def most_rows(self) -> int:
-        """Returns the most rows of a step."""
         return len(self._layout)
 
     def step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
-        """Returns at least one id for each row, and whatever else has come."""
         try:
             changes = self._agree(rows)
             if changes:
@@ -118,7 +108,7 @@ class BatchPipeline:
         return {key: own.report() for key, own in self._held.items()}
 
     def _abandon(self) -> None:
-        """None of the rows goes on; the next update says so to the device."""
+        """The next update removes all rows from the device."""
         for own in self._held.values():
             own.ended = True
         self._held = {}
@@ -126,7 +116,6 @@ class BatchPipeline:
     # Rows
 
     def _agree(self, rows: Rows[Row]) -> Changes:
-        """Makes the rows the plan's. Returns the update for the device."""
         before, fresh, paged = self._held, [], []
         held: dict[int, BatchRow] = {}
         for row in rows:
@@ -152,14 +141,13 @@ class BatchPipeline:
         return Changes(freed, tuple(entered), tuple(paged), moved)
 
     def _continues(self, own: BatchRow, row: Row) -> bool:
-        """Returns whether the device left the row where the plan takes it up."""
         if own.ended or own.stands - len(own.unreported) != row.start:
             return False
         sequence = self._sequences.of(row)
         return own.sequence is sequence and own.page_table_version == sequence.page_table_version
 
     def _clear(self, held: Mapping[int, BatchRow]) -> list[int]:
-        """Takes the rows that are not `held` out of the layout. Returns their indexes."""
+        """Removes all but the `held` rows. Returns their indexes."""
         left = []
         for index, own in enumerate(self._layout):
             if own is not None and held.get(own.sequence.key) is not own:
@@ -189,7 +177,7 @@ class BatchPipeline:
         return own
 
     def _compact(self, rows: int) -> tuple[tuple[int, int], ...]:
-        """Moves rows down where they then fit a smaller bucket; (to, from) each."""
+        """Moves rows into the smallest bucket that holds all. Returns (to, from) of each."""
         border = bucket(rows, self._buckets)
         moved = []
         for index in range(border, len(self._layout)):
@@ -206,7 +194,6 @@ class BatchPipeline:
     # Steps
 
     def _launch(self, ahead: int, launch: StepLaunch) -> None:
-        """Launches so far ahead, where it is allowed and of use."""
         read = self._launched - len(self._in_flight)
         wanted = min(max(read, self._joined - 1) + ahead, self._useful)
         while self._launched < wanted:
@@ -215,7 +202,6 @@ class BatchPipeline:
             self._in_flight.append(self._moving)
 
     def _receive(self) -> None:
-        """Reads what has come. Waits where a row would be left without a token."""
         while True:
             if self._read_step():
                 continue
@@ -226,7 +212,6 @@ class BatchPipeline:
             self._device.wait()
 
     def _read_step(self) -> bool:
-        """Takes in the oldest step, where its entries have come."""
         if not self._in_flight:
             return False
         moving = self._in_flight[0]

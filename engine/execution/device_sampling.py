@@ -1,4 +1,4 @@
-"""Which rows need more than the head's own draw, and what the sampling stages need to know of them."""
+"""Decides which rows need the sampling stages after the head, and describes these rows to them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from engine.scheduling.sequence_state import SequenceState
 
 
 def beyond_temperature(sequence: SequenceState) -> bool:
-    """Whether it asks for more than a temperature, and more than stop tokens barred at first."""
+    """Returns whether a sequence has penalties, filters or biases; `min_tokens` does not count."""
     one = sequence.sampling
     return bool(_penalised(sequence) or _filtered(sequence) or one.logit_bias)
 
 
 def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | None:
-    """Returns what the head cannot serve of a sequence, `unreported` tokens after its last; None where it can serve the
-    sequence: it is greedy, or has a temperature alone."""
+    """Returns None where the head suffices `unreported` tokens later: for greedy choice, or a temperature alone."""
     one, stopping = sequence.sampling, sequence.stopping
     barred = stopping.min_tokens > sequence.output_length + unreported and bool(stopping.stop_token_ids)
     penalised = _penalised(sequence)
@@ -39,12 +38,10 @@ def sampled_row(sequence: SequenceState, unreported: int = 0) -> SampledRow | No
 
 
 def needed(sequence: SequenceState, unreported: int = 0) -> bool:
-    """Returns whether a sequence needs the sampling stages, `unreported` tokens after its last."""
     return sampled_row(sequence, unreported) is not None
 
 
 def place(state: Sampling, at: int, sequence: SequenceState, unreported: Tokens[int] = ()) -> None:
-    """Puts a sequence into a row, with what it has generated so far and `unreported` after that."""
     row = sampled_row(sequence, len(unreported))
     if row is None:
         state.leave(at, sequence.sampling.temperature)

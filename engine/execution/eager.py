@@ -1,4 +1,4 @@
-"""The executor that does every row on every device, one torch call after another. The others are compared with it."""
+"""The executor that computes every row on every device by torch calls. The others are compared with it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ SCORED_LOGITS = 1 << 24  # of a prompt, at a time: 64 MiB of float32; their loga
 
 
 def why_not(parts: Parts) -> str | None:
-    """Nothing stands against it."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """Holds the hidden states of a pass, both tensors [positions, hidden] in the order of its rows."""
+    """Both tensors are [positions, hidden], in the order of the pass's rows."""
 
     sampled: torch.Tensor  # from which tokens are chosen: one for each row that samples and each token of its draft
     scored: torch.Tensor  # of prompt tokens whose successors' log-probabilities are wanted
@@ -44,31 +43,20 @@ class Eager:
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
+    capacity = Capacity()
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._windows = tuple(dict.fromkeys(parts.model.config.windows))
+        # On a CPU, `fused_kernels` is the walk in C over few tokens.
+        cpu = parts.model.placement.device.type == "cpu"
+        self.switches: Mapping[str, str | None] = {"fused_kernels": parts.model.why_not_fused} if cpu else {}
 
-    def warmup(self, progress: Progress) -> None:
-        """Prepares nothing: each call is torch's own."""
+    def warmup(self, progress: Progress) -> None: ...
 
-    @property
-    def capacity(self) -> Capacity:
-        """Returns nothing: it takes the rows that no other executor takes."""
-        return Capacity()
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the option that it obeys. On a CPU `fused_kernels` is the walk in C of a few tokens; off, torch's
-        operations compute these as all others."""
-        model = self._parts.model
-        return {"fused_kernels": model.why_not_fused} if model.placement.device.type == "cpu" else {}
-
-    def close(self) -> None:
-        """There is nothing to give back."""
+    def close(self) -> None: ...
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token for each row that samples, and log-probabilities of the prompt for each that scores."""
         ordered = in_order(share.rows)
         sampled = [row for row in ordered if row.sample]
         fed = self.feed(ordered, options)
@@ -82,28 +70,24 @@ class Eager:
     def feed(
         self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, drafts: Mapping[int, Draft] = NO_DRAFTS
     ) -> PassOutput:
-        """Feeds rows, which must have those of one token first. `drafts`, by the row's key, are fed after rows of one
-        token."""
+        """Rows of one token must come first; `drafts`, keyed by row, may follow these alone."""
         self._use(options)
         hidden = self._parts.model.forward(self._pack(rows, drafts), self._parts.pool)
         sampled = sum(1 + len(drafts.get(row.key, ())) for row in rows if row.sample)
         return PassOutput(hidden[:sampled], hidden[sampled:])
 
     def _use(self, options: StepOptions) -> None:
-        """Lets the models, a draft model too, walk in C or not."""
         self._parts.model.fused = options.fused_kernels
         if self._parts.draft is not None:
             self._parts.draft.model.fused = options.fused_kernels
 
     def logits(self, rows: Rows[Row]) -> torch.Tensor | None:
-        """Feeds rows, which must have those of one token first. Returns float32 [rows that sample, vocab], or None
-        where no row samples."""
+        """Returns float32 [rows that sample, vocab]. Rows of one token must come first."""
         sampled = self.feed(rows).sampled
         return self._parts.model.logits(sampled) if sampled.shape[0] else None
 
     def rehearse(self, tokens: int, before: int) -> None:
-        """Feeds `tokens` tokens of no sequence behind `before` others, each followed by a choice, and waits for the
-        device. Overwrites the first pages."""
+        """Feeds `tokens` tokens behind `before` others, chooses after each, and waits. Overwrites the first pages."""
         model, device = self._parts.model, self._parts.model.placement.device
         pages = list(range(-(-(before + tokens) // PAGE_SIZE)))
         places = torch.arange(before, before + tokens, device=device)
@@ -113,7 +97,6 @@ class Eager:
         model.logits(hidden).argmax(dim=-1).tolist()
 
     def scored(self, rows: Rows[Row], fed: PassOutput, results: Mapping[int, RowResult]) -> dict[int, RowResult]:
-        """Returns the results of the rows that score, with the log-probabilities of their prompts."""
         model, found, first = self._parts.model, {}, 0
         most = max(1, SCORED_LOGITS // model.config.vocab_size)
         for row in rows:
@@ -169,10 +152,10 @@ class Eager:
 
 
 def in_order(rows: Rows[Row]) -> list[Row]:
-    """Sorts rows of one token before all others, as attention expects them."""
+    """Sorts rows of one token before all others, as attention expects."""
     return sorted(rows, key=lambda row: row.count > 1)
 
 
 def _scores_to(row: Row, state: SequenceState) -> int:
-    """The first place of the row whose successor is no part of the prompt."""
+    """Returns the first position whose successor is not in the prompt."""
     return min(row.start + row.count, state.prompt_length - 1)

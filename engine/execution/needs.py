@@ -1,4 +1,4 @@
-"""What a sequence needs, as far as that decides which executor computes its rows. Torch-free."""
+"""Decides what can choose a sequence's tokens, by which the router picks executors. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST_STOPS = 8  # stop tokens of a row that the kernels compare with; `engine.ke
 
 
 class Needs(enum.Enum):
-    """Names what can choose the tokens of a sequence. It does not change between admission and end."""
+    """Names what can choose a sequence's tokens; fixed from admission to end."""
 
     KERNELS = "kernels"
     MASK = "mask"  # the kernels, given a mask for each token: the sequence has a constraint
@@ -21,7 +21,6 @@ class Needs(enum.Enum):
 
 
 def needs_of(sequence: SequenceState) -> Needs:
-    """Returns what can choose the sequence's tokens."""
     constrained = sequence.constraint is not None
     if sequence.logprobs is not None or len(sequence.stopping.stop_token_ids) > MOST_STOPS:
         return Needs.MASKED_SAMPLER if constrained else Needs.SAMPLER
@@ -29,12 +28,10 @@ def needs_of(sequence: SequenceState) -> Needs:
 
 
 def chosen_by_kernels(sequence: SequenceState) -> bool:
-    """Returns whether the kernels choose the sequence's tokens without a mask."""
     return needs_of(sequence) is Needs.KERNELS
 
 
 def require_known(token_ids: Iterable[int], vocabulary: int) -> None:
-    """Raises EngineFailed where a token id lies outside the vocabulary: on a GPU the lookup of its embedding would end
-    the whole process."""
+    """Raises EngineFailed for an unknown id: looking it up on a GPU would end the process."""
     if any(not 0 <= token_id < vocabulary for token_id in token_ids):
         raise EngineFailed("a token id lies outside the vocabulary")

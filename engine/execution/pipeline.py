@@ -1,17 +1,15 @@
 """Launches steps ahead of their tokens, and keeps the rows that a device holds in agreement with the plans. Torch-free.
 
-`Pipeline` rewrites all of its rows at once when some of them change: for up to eight rows in plain steps, in verifying
-launches, and in masked steps (`MaskedPipeline`). A plain step is a verifying launch of one row without a draft.
-`engine.execution.batch_pipeline` sends the device what changed: for many rows.
+`Pipeline` rewrites all of up to eight rows when some change: in plain steps, verifying launches (a plain step is one of
+a row without a draft) and masked steps (`MaskedPipeline`). For many rows, `batch_pipeline` sends only what changed.
 
-The rules that both keep:
-- Launches happen only within `step`, after the device's rows agree with the plan's, and never beyond the pages that
-  a row held then. What is in flight for rows that have since gone comes before anything later on the same stream: a
-  page that went to another owner is written by the old one's steps first, and by the new one's after that.
-- How far a launch moves a row is known once its entries were read. The device knows it at once and goes on, so further
-  launches need not wait. A launch is read once it has entries for all rows that it moves.
-- Entries of the device's ring have numbers, none of which comes twice, so that what earlier rows left is never taken.
-- A row that another executor moved on, whose sequence is a new one, or whose pages were exchanged, is written anew.
+Both keep these rules:
+- Only `step` launches, after the device's rows agree with the plan's, and never beyond the pages that a row then holds.
+  Steps of rows that have left precede all later work on the stream, so a page's old owner writes it before its new one.
+- The device knows at once how far a launch moves a row, so further launches need not wait. The host knows it from
+  entries, and reads a launch once all rows that it moves have theirs.
+- Numbers of ring entries do not repeat, so that what earlier rows left is never taken.
+- A row is written anew if another executor moved it on, its sequence is a new one, or its pages were exchanged.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ MOST_VERIFY_AHEAD = 8  # where they are so short that the host would not come to
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """A row as the device is given it."""
-
     token: int  # to be fed
     position: int  # of that token
     last_position: int  # a token placed there is the row's last
@@ -69,7 +65,7 @@ class RowState:
     def of(
         cls, sequence: SequenceState, position: int, last: int, unreported: Rows[int] = (), most_drafts: int = 0
     ) -> RowState:
-        """Describes a sequence whose token at `position` is to be fed: the last unreported one, if there are any."""
+        """The token at `position` is to be fed: the last unreported one, if any."""
         return cls(
             token=unreported[-1] if unreported else sequence.token_ids[position],
             position=position,
@@ -86,7 +82,7 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """These rows and no others. Entries of each are numbered from `number` + 1 on; 0: all numbers may come again."""
+    """Replaces all rows. Their entries are numbered from `number` + 1 on; 0: earlier numbers may recur."""
 
     rows: tuple[RowState, ...]
     number: int
@@ -94,7 +90,7 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class MorePages:
-    """Pages [first, …) of a row."""
+    """Adds pages to a row's table, from entry `first` on."""
 
     index: int
     first: int
@@ -103,14 +99,12 @@ class MorePages:
 
 
 class Half(NamedTuple):
-    """Half of a masked step: its layers, or, given masks by row index, its choice of tokens that these allow."""
+    """Half of a masked step: its layers, or, given masks by row index, its choice of tokens."""
 
     masks: Mapping[int, Mask] | None = None
 
 
 class StepLaunch(msgspec.Struct, frozen=True, array_like=True):
-    """Steps of all rows that the device holds."""
-
     longest: int = 0  # tokens: no row comes to hold more of them
     steps: int = 1
     group: int = 1  # rows of a sequence: its newest token, and a draft of up to one token less
@@ -120,22 +114,20 @@ class StepLaunch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowDevice(Protocol):
-    """A device of few rows: all calls but `poll` and `wait` are queued behind those before them."""
+    """Runs steps of few rows. All calls but `poll` and `wait` are enqueued in order."""
 
     def update(self, update: Rewrite | MorePages) -> None: ...
 
     def launch(self, launch: StepLaunch) -> None: ...
 
     def poll(self, index: int, number: int) -> int | None:
-        """Returns proposed << 28 | flags << 24 | token of a row's entry; None: it has not come."""
+        """Returns proposed << 28 | flags << 24 | token of a row's entry, None while it is missing."""
 
     def wait(self) -> None:
         """Waits for a moment. Raises where nothing is in flight."""
 
 
 class Lookahead(NamedTuple):
-    """How far a pipeline launches ahead."""
-
     launches: int
     first: int  # launches right after rows were rewritten; the number doubles with every step
     tokens: int = FAR  # that all launches in flight may bring a row
@@ -143,12 +135,10 @@ class Lookahead(NamedTuple):
 
 
 def plain_lookahead(seconds: float) -> Lookahead:
-    """Returns how far ahead plain steps that take so long are launched."""
     return Lookahead(min(max(LOW, math.ceil(_LEAD / seconds)), AHEAD), _FIRST_AHEAD)
 
 
 def verify_lookahead(seconds: float) -> Lookahead:
-    """Returns how far ahead verifying launches that take so long are launched."""
     launches = min(max(VERIFY_AHEAD, math.ceil(_VERIFY_LEAD / seconds)), MOST_VERIFY_AHEAD)
     tokens = launches * GROUPS[-1]
     # Between a plan and the launches that follow it, as much may be read as was in flight. Long launches can wait for
@@ -157,13 +147,10 @@ def verify_lookahead(seconds: float) -> Lookahead:
 
 
 def bucket(rows: int, buckets: Rows[int] = BUCKETS) -> int:
-    """Returns the smallest bucket that holds `rows` rows."""
     return next(size for size in buckets if size >= rows)
 
 
 class VerifiedDraft(NamedTuple):
-    """What came of a verifying launch for a sequence."""
-
     rows: int  # of the sequence in the launch
     proposed: int
     accepted: int
@@ -171,8 +158,6 @@ class VerifiedDraft(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class HeldRow:
-    """A row that the device holds."""
-
     sequence: SequenceState
     index: int  # among the device's rows
     stands: int  # position of the newest token that was read: the first unread step feeds it
@@ -188,7 +173,7 @@ class HeldRow:
     ended: bool = False  # the device moves it no more
 
     def launches_of(self, group: int, tokens: int) -> int:
-        """Returns how many more launches of a group its pages allow, with at most `tokens` tokens in flight."""
+        """Returns how many more launches the row's pages allow, with at most `tokens` in flight."""
         each = min(group, 1 + self.most_drafts)
         allowed, pages = (tokens - self.ahead) // each, self.pages * PAGE_SIZE
         if pages < self.last:
@@ -196,7 +181,6 @@ class HeldRow:
         return allowed
 
     def report(self) -> RowResult:
-        """Returns what was read since the last report."""
         ids, self.unreported = tuple(self.unreported), []
         if not self.proposed:
             return RowResult(ids)
@@ -206,8 +190,6 @@ class HeldRow:
 
 
 class Pipeline:
-    """Rows that are rewritten whole whenever some of them change, and the launches in flight for them."""
-
     def __init__(
         self,
         device: RowDevice,
@@ -218,8 +200,8 @@ class Pipeline:
         sizes: Rows[int] = SIZES,
         settles: bool = True,
     ) -> None:
-        """`sizes`: steps of a launch, largest first. `settles`: before rows change, what is in flight for those that
-        stay is read and kept; else their tokens are computed again."""
+        """`sizes`: steps of a launch, largest first. `settles`: before a rewrite, tokens in flight for rows that stay
+        are read, not computed again."""
         self._device = device
         self._sequences = sequences
         self._max_context = max_context
@@ -246,8 +228,7 @@ class Pipeline:
         most_drafts: Rows[int] = (),
         most_ahead: int = AHEAD,
     ) -> dict[int, RowResult]:
-        """Returns at least one id for each row that has not failed, and whatever else has come. Launches no more than
-        `most_ahead` steps ahead; where that is 1, nothing that no row waits for."""
+        """Returns at least one id for each row that has not failed. `most_ahead` 1 launches only what rows wait for."""
         further = most_ahead > 1
         try:
             held = self._current(rows, most_drafts)
@@ -268,7 +249,7 @@ class Pipeline:
         return {own.sequence.key: own.report() for own in held}
 
     def drain(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS, group: int = 1) -> dict[int, RowResult]:
-        """Returns all that is in flight for these rows, and at least one id for each. They then leave."""
+        """Returns all that is in flight for these rows, at least one id for each. All rows then leave."""
         try:
             kept = self._settle(rows)
             held = list(kept.values())
@@ -282,24 +263,24 @@ class Pipeline:
         return {own.sequence.key: own.report() for own in held}
 
     def leave(self) -> None:
-        """Forgets all rows. Nothing more is read of what is in flight for them."""
+        """Forgets all rows; what is in flight for them is never read."""
         self._held = {}
 
     def in_flight(self, rows: Rows[Row]) -> list[Row]:
-        """Returns those of the rows that launches in flight move on from where the plan takes them up."""
+        """Returns the rows that launches in flight move on from where the plan takes them up."""
         if not (self._held and self._in_flight):
             return []
         return [row for row in rows if self._of(row) is not None]
 
     def continues(self, rows: Rows[Row]) -> bool:
-        """Returns whether the device left these rows, and no others, where the plan takes them up."""
+        """Returns whether the device holds exactly these rows, where the plan takes them up."""
         live = sum(not own.ended for own in self._held.values())
         return live == len(rows) and all(self._of(row) is not None for row in rows)
 
     # Rows
 
     def _of(self, row: Row) -> HeldRow | None:
-        """Returns the device's row, where the device left it where the plan takes it up."""
+        """Returns the device's row if the plan takes it up where the device left it."""
         own = self._held.get(row.key)
         if own is None or own.ended or own.stands != row.start:
             return None
@@ -307,7 +288,7 @@ class Pipeline:
         return own if own.sequence is sequence and own.page_table_version == sequence.page_table_version else None
 
     def _current(self, rows: Rows[Row], most_drafts: Rows[int]) -> list[HeldRow] | None:
-        """Returns the device's rows in the plan's order where they are the plan's, else None."""
+        """Returns None where the rows must be rewritten."""
         if not self._bucket or bucket(len(rows), self._buckets) < self._bucket:
             return None
         held = []
@@ -325,7 +306,6 @@ class Pipeline:
         return held if live == len(held) else None
 
     def _settle(self, rows: Rows[Row]) -> dict[int, HeldRow]:
-        """Reads all that is in flight for rows that go on. Returns these rows by key."""
         kept = {row.key: own for row in rows if (own := self._of(row)) is not None}
         while self._in_flight and any(not own.ended for own in kept.values()):
             if not self._read_launch([own for own in self._held.values() if not own.ended]):
@@ -334,7 +314,7 @@ class Pipeline:
         return kept
 
     def _rewrite(self, rows: Rows[Row], kept: Mapping[int, HeldRow], most_drafts: Rows[int]) -> list[HeldRow]:
-        """Writes these rows to the device, those of `kept` as far on as they are."""
+        """Rows of `kept` go on from where they stand."""
         self._number += self._entries
         if self._number > _LAST_NUMBER:
             self._number = 0
@@ -373,7 +353,6 @@ class Pipeline:
         return own
 
     def _extend(self, held: Rows[HeldRow]) -> None:
-        """Passes on the pages that came since."""
         for own in held:
             known, pages = own.pages, own.sequence.pages
             if len(pages) > known:
@@ -384,12 +363,12 @@ class Pipeline:
     # Launches
 
     def _send(self, held: Rows[HeldRow], group: int, options: StepOptions) -> None:
-        """Launches as far ahead as is wanted, allowed and of use: each step gives a row a token, or as many as it has
-        rows in the launch."""
-        live = [own for own in held if not own.ended]
+        """Launches as far ahead as is wanted, allowed and of use."""
+        in_flight, needed, allowed = len(self._in_flight), 0, FAR
+        wanted = self._ahead - in_flight
+        live = [own for own in held if not own.ended] if wanted > 0 else []
         if not live:
             return
-        in_flight, needed, allowed = len(self._in_flight), 0, FAR
         tokens = self.lookahead[self._bucket].tokens
         for own in live:  # compared by hand, since this is done twice a step
             left, pages = own.last - own.stands, own.pages * PAGE_SIZE
@@ -399,7 +378,7 @@ class Pipeline:
                 allowed = min(allowed, own.launches_of(group, tokens))
             elif pages < own.last and pages - own.stands - own.ahead < allowed:
                 allowed = pages - own.stands - own.ahead
-        wanted, bound = self._ahead - in_flight, min(needed - in_flight, allowed)
+        bound = min(needed - in_flight, allowed)
         if wanted < min(self._sizes[0], bound) and in_flight >= LOW:
             return
         self._launch(live, min(wanted, bound), group, options)
@@ -421,7 +400,7 @@ class Pipeline:
             wanted -= steps
 
     def _receive(self, held: Rows[HeldRow]) -> None:
-        """Reads what has come. Waits where a row would be left without a token."""
+        """Waits until each row has a token or has ended."""
         while live := [own for own in held if not own.ended]:
             if self._read_launch(live):
                 continue
@@ -433,11 +412,11 @@ class Pipeline:
         self._count_singles()
 
     def _read_launch(self, live: Rows[HeldRow]) -> bool:
-        """Takes in the oldest step, where its entries have come for all rows that it moves."""
+        """Returns False while entries of the oldest step are missing."""
         if not self._in_flight:
             return False
         if self._in_flight[0] == 1:
-            return self._read_single(live)
+            return self._read_singles(live)
         self._count_singles()
         found = []
         for own in live:
@@ -458,28 +437,39 @@ class Pipeline:
             self._note(own, group, entries)
         return True
 
-    def _read_single(self, live: Rows[HeldRow]) -> bool:
-        """The same for a step of one row a sequence, which has one entry for each. Plain steps are many: what each of
-        them adds to the rows is added up and counted once."""
-        poll, behind, found = self._device.poll, self._singles + 1, []
-        for own in live:
-            entry = poll(own.index, own.number + behind)
-            if entry is None:
-                return False
-            found.append(entry)
-        self._in_flight.popleft()
-        self._singles = behind
-        for own, entry in zip(live, found, strict=True):
-            flags = entry >> 24 & _FLAGS
-            if flags:
-                _require_fed(flags)
-                own.ended = True
-            if not flags & NO_TOKEN:
-                own.unreported.append(entry & TOKEN)
+    def _read_singles(self, live: Rows[HeldRow]) -> bool:
+        """Takes in plain steps until one has not come or a row ends. They are many, so `_count_singles` counts several
+        of them at once."""
+        poll, in_flight, before = self._device.poll, self._in_flight, self._singles
+        while in_flight and in_flight[0] == 1:
+            behind, found = self._singles + 1, []
+            for own in live:
+                entry = poll(own.index, own.number + behind)
+                if entry is None:
+                    return self._singles > before
+                found.append(entry)
+            in_flight.popleft()
+            self._singles, flagged = behind, False
+            for own, entry in zip(live, found, strict=True):
+                if entry <= TOKEN:
+                    own.unreported.append(entry)
+                else:
+                    self._end(own, entry)
+                    flagged = True
+            if flagged:
+                break
         return True
 
+    @staticmethod
+    def _end(own: HeldRow, entry: int) -> None:
+        flags = entry >> 24 & _FLAGS
+        _require_fed(flags)
+        own.ended = flags != 0
+        if not flags & NO_TOKEN:
+            own.unreported.append(entry & TOKEN)
+
     def _count_singles(self) -> None:
-        """Moves the rows on by the plain steps that were read. Where an ended row stands is of no matter."""
+        """Moves ended rows, too: where these stand does not matter."""
         count, self._singles = self._singles, 0
         if count:
             self.read[1] += count
@@ -489,7 +479,6 @@ class Pipeline:
                 own.stands += count
 
     def _entries_of(self, own: HeldRow) -> list[int] | None:
-        """Returns the entries of the oldest step for a row; None as long as one is missing."""
         poll, found, number = self._device.poll, [], own.number + 1
         while (entry := poll(own.index, number)) is not None:
             found.append(entry)
@@ -508,12 +497,10 @@ class Pipeline:
 
 
 def in_flight(pipelines: Rows[Pipeline], rows: Rows[Row]) -> dict[int, int]:
-    """Returns the rows that have launches in flight: key → index of the pipeline."""
     return {row.key: at for at, pipeline in enumerate(pipelines) for row in pipeline.in_flight(rows)}
 
 
 def run_share(pipeline: Pipeline, share: Share, options: StepOptions) -> dict[int, RowResult]:
-    """Steps or drains the rows of a share."""
     if share.drain:
         return pipeline.drain(share.rows, options)
     return pipeline.step(share.rows, options, most_ahead=share.most_ahead)
@@ -525,26 +512,22 @@ def _require_fed(flags: int) -> None:
 
 
 class Grammar(Protocol):
-    """What rows with a constraint may choose."""
-
     def mask(self, key: int) -> Mask:
-        """Returns the mask of that sequence's next token. Waits for the mask, but only briefly."""
+        """Returns the mask of the sequence's next token, after a brief wait at most."""
 
     def ready(self, key: int) -> bool:
-        """Returns whether the mask of that sequence's next token is there, or is worth a brief wait."""
+        """Returns whether the next token's mask is there or worth a brief wait."""
 
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Moves on by these tokens. Returns the same, with what is forced behind them."""
+        """Moves on by these tokens. Returns them with those that are forced behind them."""
 
 
 class MaskedPipeline(Pipeline):
-    """Rows of which some have a constraint: a step is two launches, its layers and its choice of tokens.
+    """Splits steps in which some row has a constraint into two launches: the layers, and the choice of tokens.
 
-    The layers need the tokens before, which the device has itself. The choice needs a mask of each row with a
-    constraint, which the host makes once it knows these tokens. So the layers of the next step are launched before the
-    tokens of this one are read, and its choice as soon as they are read and its masks are made: the device waits for
-    no mask as long as masks come before its layers end. Where rows change, what was chosen and not read is chosen
-    again: choices depend on seed and position alone.
+    The choice needs masks, which the host makes once it knows the tokens before; the layers do not. So the next step's
+    layers are launched before this step's tokens are read: the device waits for no mask that comes before they end.
+    Where rows change, an unread choice is made again, since choices depend on seed and position alone.
     """
 
     def __init__(self, device: RowDevice, sequences: SequenceTable, max_context: int, grammar: Grammar) -> None:
@@ -554,7 +537,7 @@ class MaskedPipeline(Pipeline):
         self._chosen = False  # a choice is in flight
 
     def masked_step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
-        """Returns one id for each row, or none, and what its constraint forces behind it."""
+        """Returns at most one id for each row, and what its constraint forces behind it."""
         try:
             held = self._current(rows, ())
             if held is None:
@@ -594,14 +577,12 @@ class MaskedPipeline(Pipeline):
         self._device.launch(StepLaunch(1 + max(positions), half=Half(), options=options))
 
     def _same_go_on(self, held: Rows[HeldRow], found: Mapping[int, RowResult]) -> bool:
-        """Returns whether the next step should be of the same rows, and has its layers."""
         one_each = all(len(result.token_ids) == 1 and result.end is None for result in found.values())
         if not self._fed or not one_each or any(own.ended for own in held):
             return False
         return all(self._grammar.ready(own.sequence.key) for own in held)
 
     def _read_choice(self, held: Rows[HeldRow]) -> dict[int, RowResult]:
-        """Waits for the tokens of the choice in flight."""
         self._chosen = False
         found: dict[int, RowResult] = {}
         for own in held:

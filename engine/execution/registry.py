@@ -1,8 +1,4 @@
-"""The executors that can compute steps, best first. The last one, eager, computes every row.
-
-The router decides which of them computes which rows of a step; all work on the same pages and the same stream. An
-executor that gives several ids for a row does so as far as the row's pages reach.
-"""
+"""Lists the executors, best first; the last one, eager, computes every row. All work on the same pages and stream."""
 
 from __future__ import annotations
 
@@ -10,10 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.api import Objection, ProposerInfo, Unused
+from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
-from engine.execution.graphs import batch, decode, masked, prefill
+from engine.execution.graphs import batch, decode, prefill
 from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import eager_executor
 from engine.execution.speculation import verify_executor as verify
@@ -24,102 +20,56 @@ from engine.scheduling.plan import RowResult, Share
 
 
 class Executor(Protocol):
-    """Computes shares of steps on one model. One that launches ahead is a `router.LaunchesAhead` too, and one that
-    verifies drafts a `router.Proposes`."""
+    """Computes shares of steps on one model. Some are `router.LaunchesAhead` or `router.Proposes`, too."""
 
     def run(self, share: Share, options: StepOptions) -> Mapping[int, RowResult]:
-        """Returns, by key, what the rows that sample or score brought. It is called in torch's inference mode, after
-        the sequences' slots and pages were brought up to date."""
+        """Returns results by key, with several ids only as far as a row's pages reach. Called in torch's inference
+        mode, after the sequence table has applied the plan."""
 
     @property
     def capacity(self) -> Capacity:
-        """What the router may give it, once it is warm; of the other executors' capacity nothing."""
+        """Returns what the router may assign to this executor, once warm; empty where nothing bounds it."""
 
-    def warmup(self, progress: Progress) -> None:
-        """What must be ready before the first request."""
+    def warmup(self, progress: Progress) -> None: ...
 
     @property
     def lookahead_tokens(self) -> int:
-        """How far beyond a row's first new token its pages should reach."""
+        """Returns how far a row's pages should reach beyond its first new token."""
 
     @property
-    def max_tokens_per_row(self) -> int:
-        """Returns the most ids of a row in one step."""
+    def max_tokens_per_row(self) -> int: ...
 
     @property
     def switches(self) -> Mapping[str, str | None]:
-        """The options that make a difference here; for each that does nothing for this model on this machine, why."""
+        """Returns the options of this executor, with reasons for those that do nothing here."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorEntry:
-    """One line of the registry."""
-
     name: str
     decoder: str  # the word of `--decoder` that stands for it and its neighbours of the same word
     why_not: Callable[[Parts], str | None]  # None: it can serve this model on this machine
     make: Callable[[Parts], Executor]  # Unfit: it cannot after all
-    trial: Mapping[str, object]  # config.json of the model on which it is compared with eager
     optional: bool = False  # whether its word can be had without it
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
-# Tiny models on which executors are compared with eager: each the smallest that the executor's kernels read.
-PLAIN_TRIAL: Mapping[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 320,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
-KERNELS_TRIAL: Mapping[str, object] = {
-    **PLAIN_TRIAL,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 512,
-    "dtype": "bfloat16",
-}
-
 EXECUTORS: tuple[ExecutorEntry, ...] = (
-    ExecutorEntry(  # asks for no kernel that `graph_decode` does not
-        Role.MASKED, "graph", masked.why_not, masked.Constrained, KERNELS_TRIAL, optional=True
-    ),
-    ExecutorEntry(
-        Role.VERIFY,
-        "graph",
-        verify.why_not,
-        verify.CapturedSpeculation,
-        KERNELS_TRIAL,
-        optional=True,
-        ask=verify.ask,
-    ),
-    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, KERNELS_TRIAL, ask=decode.ask),
-    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, KERNELS_TRIAL, ask=prefill.ask),
-    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, KERNELS_TRIAL, ask=batch.ask),
-    ExecutorEntry(
-        Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, PLAIN_TRIAL, optional=True
-    ),
-    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager, PLAIN_TRIAL),
+    # The first asks for no kernel that `graph_decode` does not.
+    ExecutorEntry(Role.MASKED, "graph", decode.why_not, decode.Constrained, optional=True),
+    ExecutorEntry(Role.VERIFY, "graph", verify.why_not, verify.CapturedSpeculation, optional=True, ask=verify.ask),
+    ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, ask=prefill.ask),
+    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),
+    ExecutorEntry(Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, optional=True),
+    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager),
 )
 
 
-# The switches of executors; `batching` is the scheduler's.
-SWITCHES = ("fused_kernels", "graphs", "speculation", "two_pass_head")
-
-
 def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEntry, ...]:
-    """The first entry of each word of `--decoder` that is not optional: whether the word can be had depends on it."""
+    """Returns the first entry of each word of `--decoder` that the word cannot do without."""
     first: dict[str, ExecutorEntry] = {}
     for entry in registry:
         if not entry.optional:
@@ -129,8 +79,6 @@ def leaders(registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> tuple[ExecutorEn
 
 @dataclass(frozen=True, slots=True)
 class ExecutorChoice:
-    """The executors in use, best first, and why better ones are not."""
-
     decoder: str
     executors: tuple[tuple[str, Executor], ...]  # with their names
     objections: tuple[Objection, ...]  # to better words of `--decoder`
@@ -138,8 +86,8 @@ class ExecutorChoice:
 
 
 def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXECUTORS) -> ExecutorChoice:
-    """The best word of `--decoder` without objection, or the one asked for, with all its executors that can serve, and
-    the last of the registry behind them. Raises Unsupported where the one asked for cannot serve."""
+    """Takes the `wanted` word of `--decoder`, or the best that can serve, and the last of the registry behind its
+    executors. Raises Unsupported where the wanted word cannot serve."""
     objections: list[Objection] = []
     for leader in leaders(registry):
         if wanted not in ("auto", leader.decoder):
@@ -164,39 +112,7 @@ def choose(wanted: str, parts: Parts, registry: tuple[ExecutorEntry, ...] = EXEC
     raise Unsupported(f"decoder {wanted!r} cannot serve this model here ({reasons}); use decoder auto")
 
 
-def unused(choice: ExecutorChoice) -> tuple[Unused, ...]:
-    """The switches that no executor in use makes anything of, each with the reason of the first that has it."""
-    better = next((f" ({one.decoder}: {one.reason})" for one in choice.objections), "")
-    found = []
-    for name in SWITCHES:
-        reasons = [executor.switches[name] for _, executor in choice.executors if name in executor.switches]
-        if None not in reasons:
-            reason = reasons[0] if reasons else f"the {choice.decoder} decoder has no such thing{better}"
-            found.append(Unused(name=name, reason=reason or ""))
-    return tuple(found)
-
-
-def proposers(verifier: str | None, no_draft: str | None) -> tuple[ProposerInfo, ...]:
-    """Who guesses, best first, and why not the others. `verifier`: the executor that verifies, None where none does;
-    `no_draft`: why no draft model guesses."""
-    reason = "" if verifier else "no executor in use verifies drafts"
-    instead = "the draft model guesses in its place" if verifier == Role.VERIFY and no_draft is None else ""
-    return (
-        ProposerInfo(name="prompt_lookup", why_not=reason or instead),
-        ProposerInfo(name="draft_model", why_not=reason or no_draft or ""),
-    )
-
-
-def proposers_of(choice: ExecutorChoice, parts: Parts) -> tuple[ProposerInfo, ...]:
-    """Returns the proposers of the executors in use."""
-    verifier = next((name for name, executor in choice.executors if "speculation" in executor.switches), None)
-    if verifier == Role.VERIFY:
-        return proposers(verifier, verify.why_no_draft(parts))
-    return proposers(verifier, None if parts.draft else verify.NO_DRAFT)
-
-
 def _make(entry: ExecutorEntry, parts: Parts) -> Executor | str:
-    """The executor, or why there is none."""
     reason = entry.why_not(parts)
     if reason is not None:
         return reason

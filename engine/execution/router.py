@@ -1,13 +1,10 @@
 """Decides which executor computes each row of a step, and which rows change hands. Torch-free.
 
-`route` is a pure function of the step's rows, of which rows have launches in flight where (`holders`), and of what
-drafts are expected to pay. Rows that leave a pipeline with launches in flight either drain it first, in a step of their
-own, or leave and have these tokens computed again; the rules below say which. An `Assignment` is plain data: it is
-recorded with the plan, and a replay follows it.
+`route` is pure. Rows that leave a pipeline with launches in flight (`holders`) either drain it first, in a step of
+their own, or have these tokens computed again. An `Assignment` is recorded with the plan, and a replay follows it.
 
-Shares of a step run in their order. Prompts come behind the few rows that decode, so that the prompts' passes stand
-behind what is launched ahead; the many rows that decode come behind prompts, so that their launches are in flight
-while the host takes in the step.
+Shares run in order: prompts behind few rows that decode, so that their passes stand behind what is launched ahead; many
+rows that decode behind prompts, so that their launches are in flight while the host takes in the step.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ Rows = tuple[Row, ...]
 
 
 class Role(enum.StrEnum):
-    """The executors by name, in the order in which they compute their shares of a step."""
+    """Names executors in the order in which they compute their shares."""
 
     DRAFTED = "speculation"
     MASKED = "constrained"
@@ -42,7 +39,7 @@ class Role(enum.StrEnum):
 
 
 class StepOptions(msgspec.Struct, frozen=True, array_like=True):
-    """The optimizations that a step may use. Its tokens do not depend on them."""
+    """Names optimizations of a step, on which its tokens do not depend."""
 
     fused_kernels: bool = True  # False: eager computes every row
     graphs: bool = True  # False: kernels are launched one by one
@@ -55,8 +52,6 @@ ALL_OPTIONS = StepOptions()
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the executors in use can take."""
-
     masked: int = 0  # rows
     verify: tuple[int, ...] = ()  # most sequences of each pipeline, fewest first
     few: int = 0  # pipelines of FEW rows each
@@ -66,8 +61,6 @@ class Capacity:
 
 
 class Drafts(msgspec.Struct, frozen=True, array_like=True):
-    """Which drafts are expected to pay in a step."""
-
     group: int = 0  # rows of each sequence in verifying launches; 0: the rows go on in plain steps
     pipeline: int = 0  # of those that verify
     continues: bool = False  # that pipeline holds these rows, and no others
@@ -79,7 +72,7 @@ Holders = Mapping[int, tuple[Role, int]]  # key of a row with launches in flight
 
 
 class StepRows(NamedTuple):
-    """The rows of a step by kind, each in the plan's order."""
+    """Groups the rows of a step, each kind in the plan's order."""
 
     all: Rows
     decoding: Rows  # one token is fed and one is chosen
@@ -90,7 +83,6 @@ class StepRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Rows, needs: Mapping[int, Needs]) -> StepRows:
-        """Sorts the rows. `needs` are those of their sequences, by key."""
         kernels, mask = Needs.KERNELS, Needs.MASK
         decoding, others, plain, has_mask, prompt_ends = [], [], [], False, False
         for row in rows:
@@ -109,19 +101,14 @@ class StepRows(NamedTuple):
 
 @runtime_checkable
 class LaunchesAhead(Protocol):
-    """An executor that launches steps ahead of their tokens."""
-
     def in_flight(self, rows: Rows) -> Mapping[int, int]:
-        """Returns those of the rows that launches in flight move on from where the plan takes them up: key → number of
-        the pipeline."""
+        """Returns key → pipeline of rows that launches in flight move on from where the plan takes them up."""
 
 
 @runtime_checkable
 class Proposes(Protocol):
-    """An executor that verifies drafts."""
-
     def drafts(self, step: StepRows) -> Drafts:
-        """Returns the drafts that are expected to pay. Nothing about the rows that it holds changes."""
+        """Changes nothing about the rows that the executor holds."""
 
 
 def route(
@@ -132,7 +119,7 @@ def route(
     options: StepOptions = ALL_OPTIONS,
     drafts: Drafts = NO_DRAFTS,
 ) -> Assignment:
-    """Returns which executor computes which rows. Every row is in one share."""
+    """Puts every row into exactly one share."""
     if drafts.depths:
         return Assignment((Share(Role.DRAFTED, step.all, drafts=drafts.depths),))
     shares: list[Share] = []
@@ -154,7 +141,7 @@ _CONSTRAINED = (Needs.MASK, Needs.MASKED_SAMPLER)
 
 
 def _masked(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity) -> list[Share]:
-    """Where the kernels need a mask for a row, rows without one go the same way, so that the step stays one launch."""
+    """Takes rows without a mask along, so that the step stays one launch."""
     if not (capacity.masked and step.has_mask):
         return []
     mine = tuple(row for row in step.decoding if needs[row.key] in (Needs.KERNELS, Needs.MASK))
@@ -162,9 +149,9 @@ def _masked(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity) -> l
 
 
 def _verifying(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, drafts: Drafts) -> list[Share]:
-    """All rows that decode go on in verifying launches, or none. Rows in such launches that do not go on as they are
-    drain: what a draft brought is dear."""
-    held = [row for row in decoding if _holder_of(holders, row) is Role.VERIFY]
+    """All rows that decode go on in verifying launches, or none. Where rows join, leave or stop drafting, those in such
+    launches drain: accepted drafts are too dear to compute again."""
+    held = [row for row in decoding if _holder_of(holders, row) is Role.VERIFY] if holders else []
     if held and not drafts.continues:
         pipeline = holders[held[0].key][1]
         return [Share(Role.VERIFY, tuple(held), pipeline, drain=True)]
@@ -177,8 +164,8 @@ def _verifying(decoding: Rows, step: StepRows, holders: Holders, capacity: Capac
 
 
 def _few(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, options: StepOptions) -> list[Share]:
-    """Up to FEW rows are the first pipeline's. More rows drain these pipelines and go on among many where that is
-    possible; where it is not, two pipelines share them."""
+    """Up to FEW rows are the first pipeline's. More rows drain these pipelines and go on among many, or, where no
+    executor takes many, share two pipelines."""
     if not capacity.few:
         return []
     mine = decoding if len(step.kernels) == len(step.decoding) else _only(decoding, step.kernels)
@@ -197,8 +184,7 @@ def _few(decoding: Rows, step: StepRows, holders: Holders, capacity: Capacity, o
 
 
 def _prompts(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity, shares: Collection[Share]) -> list[Share]:
-    """Rows of several tokens; and rows of one token with a constraint, where no mask is made for the launches of rows
-    that decode: their token must be known before the next step."""
+    """Also takes constrained rows of one token that no share has: their token must be known before the next step."""
     if not capacity.prompts or len(step.kernels) == len(step.all):
         return []
     left = _without(step.all, shares)
@@ -207,16 +193,15 @@ def _prompts(step: StepRows, needs: Mapping[int, Needs], capacity: Capacity, sha
 
 
 def _drained(rows: Rows, holders: Holders, name: Role) -> list[Share]:
-    """Each of the executor's pipelines drains what it has in flight for these rows."""
     by_pipeline: dict[int, list[Row]] = {}
-    for row in rows:
+    for row in rows if holders else ():
         if _holder_of(holders, row) is name:
             by_pipeline.setdefault(holders[row.key][1], []).append(row)
     return [Share(name, tuple(own), at, drain=True) for at, own in by_pipeline.items()]
 
 
 def _homes(rows: Rows, holders: Holders, pipelines: int) -> list[int]:
-    """Returns the number of each row's pipeline: the one that holds the row, for others the emptiest."""
+    """Keeps rows in their pipelines, and gives others to the emptiest."""
     homes = [holders[row.key][1] if _holder_of(holders, row) is Role.FEW else None for row in rows]
     counts = [homes.count(at) for at in range(pipelines)]
     found = []
@@ -234,7 +219,6 @@ def _holder_of(holders: Holders, row: Row) -> Role | None:
 
 
 def _without(rows: Rows, shares: Collection[Share]) -> Rows:
-    """Returns the rows that are in none of the shares."""
     if not shares or not rows:
         return rows
     taken = {row.key for share in shares for row in share.rows}
@@ -247,15 +231,13 @@ def _only(rows: Rows, kept: Rows) -> Rows:
 
 
 class Executors(NamedTuple):
-    """What the router asks before it decides."""
-
     ahead: Mapping[Role, LaunchesAhead]  # that rows may have to drain
     verify: Proposes | None = None  # in captured graphs
     drafted: Proposes | None = None  # in eager's pass
 
 
 class Router:
-    """Assigns the rows of each plan. Remembers the needs of the sequences that hold slots, and nothing else."""
+    """Remembers only the needs of the sequences that hold slots."""
 
     def __init__(self, sequences: SequenceTable, capacity: Capacity, executors: Executors) -> None:
         self._sequences = sequences
@@ -264,7 +246,7 @@ class Router:
         self._needs: dict[int, Needs] = {}  # by key
 
     def assign(self, plan: StepPlan, options: StepOptions) -> Assignment:
-        """Returns the assignment of a plan that the sequence table has applied."""
+        """The sequence table must have applied the plan."""
         for released in plan.released:
             self._needs.pop(released.key, None)
         for admitted in plan.admitted:
@@ -276,7 +258,7 @@ class Router:
         return route(step, self._needs, self._holders(step, options, drafts), self._capacity, options, drafts)
 
     def _holders(self, step: StepRows, options: StepOptions, drafts: Drafts) -> Holders:
-        """Leaves out few rows that go on as few rows: where these are held makes no difference."""
+        """Leaves out few rows that stay few, whose holder makes no difference."""
         stay = len(step.decoding) <= FEW and options.fused_kernels and not drafts.group
         found: dict[int, tuple[Role, int]] = {}
         if not step.decoding:
@@ -289,7 +271,6 @@ class Router:
         return found
 
     def _drafts(self, step: StepRows, options: StepOptions) -> Drafts:
-        """Asks which drafts pay, where some executor in use could verify them in this step."""
         verify, drafted = self._executors.verify, self._executors.drafted
         if not (options.speculation and step.decoding):
             return NO_DRAFTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple
 
 import torch
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ class ModelRunner:
     """A `Runner` of one model on one device."""
 
     def __init__(self, info: ModelInfo, parts: Parts, executors: Mapping[str, Executor]) -> None:
-        """`executors` are warm, by their names in `Role`; the last of them is eager."""
+        """`executors` are warm, keyed by `Role`, and include eager."""
         self._info = info
         self._sequences = parts.sequences
         self._constraints = parts.constraints
@@ -33,17 +34,14 @@ class ModelRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Describes what was loaded."""
         return self._info
 
     @property
     def pages(self) -> PageAccess:
-        """Gives access to keys and values as bytes."""
         return self._pages
 
     def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
-        """Computes one step. `assignment`: as it was recorded, instead of what the router would decide; shares of
-        executors that are not in use here are eager's."""
+        """Follows a recorded `assignment`; shares of executors that are not in use are eager's."""
         self._sequences.apply(plan)
         self._constraints.begin(plan)
         routed = self._router.assign(plan, self._options)
@@ -57,12 +55,10 @@ class ModelRunner:
         return StepResult(followed, assignment)
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
-        """Names the work that is done while a pass of prompts is waited for."""
         self._idle_work.piece = piece
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """Turns an option of later steps on or off. Raises Unsupported for a name that is none; one that does nothing
-        here may be set."""
+        """Raises Unsupported for an unknown name; one without effect here is accepted."""
         having = any(name in executor.switches for executor in self._executors.values())
         if not having and name not in (one.name for one in self._info.unused):
             raise Unsupported(f"the engine has no optimization {name!r}")
@@ -70,7 +66,6 @@ class ModelRunner:
             self._options = replace(self._options, **{name: enabled})
 
     def close(self) -> None:
-        """Ends the executors, the constraints, and the other ranks of a split model."""
         for executor in self._executors.values():
             executor.close()
         self._constraints.close()
@@ -79,20 +74,11 @@ class ModelRunner:
 
 
 def capacity_of(executors: Iterable[Executor]) -> Capacity:
-    """Returns what the executors can take together."""
-    each = [executor.capacity for executor in executors]
-    return Capacity(
-        masked=max(one.masked for one in each),
-        verify=max((one.verify for one in each), key=len),
-        few=max(one.few for one in each),
-        prompts=any(one.prompts for one in each),
-        many=max(one.many for one in each),
-        drains_few=any(one.drains_few for one in each),
-    )
+    each = [astuple(executor.capacity) for executor in executors]  # each number is one executor's alone
+    return Capacity(*(max(numbers) for numbers in zip(*each, strict=True)))
 
 
 def asked_of(executors: Mapping[str, object]) -> Executors:
-    """Returns the executors that the router asks before it decides."""
     ahead = {Role(name): one for name, one in executors.items() if isinstance(one, LaunchesAhead)}
     verify, drafted = executors.get(Role.VERIFY), executors.get(Role.DRAFTED)
     return Executors(

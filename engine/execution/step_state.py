@@ -1,19 +1,22 @@
-"""What executors are made from: a loaded model, and the state that all of them share and none of them owns."""
+"""Holds what executors are made from: a loaded model, and state that all of them share and none of them owns."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from engine.constraints.constraints import Constraints
-from engine.execution.driver import IdleWork
+from engine.execution.ring import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
-from engine.kernels.build import KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
+from engine.kernels.build import BuildError, KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
 from engine.kv.kv_cache import KvCache
 from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
+from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
@@ -23,20 +26,18 @@ from engine.settings import CUDA_BATCH_TOKENS
 
 
 class Unfit(Exception):
-    """An executor found while it was made that it cannot serve here; says why in one line."""
+    """An executor that is being made cannot serve here; the message says why in one line."""
 
 
 @dataclass(slots=True)
 class DecodeWeights:
-    """The model as the decode kernels read it, and why the head is read in one pass, if it is."""
+    """Keeps the model as decode kernels read it, and why the head is read in one pass, if it is."""
 
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
 
 
 @dataclass(slots=True)
 class GpuKernels:
-    """The kernels of the GPU that the model is on, of which there is one library."""
-
     library: KernelLibrary | WantedKernels | None = None  # opened by who first wants it
 
     def open(self, device: torch.device) -> Kernels:
@@ -64,8 +65,6 @@ class RankGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """One loaded model and the state of the steps on it."""
-
     model: Transformer
     pool: KvCache
     sampler: Sampler  # with the token counts that penalties need, by slot
@@ -83,11 +82,31 @@ class Parts:
     group: RankGroup | None = None  # of a split model
 
     @property
+    def step_weights(self) -> tuple[StepWeights, str | None]:
+        if self.decode.made is None:
+            self.decode.made = few_rows_weights.read(self)
+        return self.decode.made
+
+    @property
     def kernels(self) -> Kernels:
-        """Returns the kernels of the GPU that the model is on. Raises BuildError."""
         return self.gpu.open(self.model.placement.device)
 
 
+@contextmanager
+def making() -> Iterator[None]:
+    """Raises Unfit for failures within, with the reason."""
+    try:
+        with torch.inference_mode():
+            yield
+    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
+        raise Unfit(" ".join(str(failure).split())[:300]) from failure
+
+
+def kernel_switches(why_one_pass: str | None) -> Mapping[str, str | None]:
+    """`why_one_pass`: why the head has no coarse copy."""
+    return {"graphs": None, "fused_kernels": None, "two_pass_head": why_one_pass}
+
+
 def no_gpu(parts: Parts) -> str | None:
-    """Why there is no GPU that our kernels run on, or None; None too where the model is shapes alone."""
+    """Returns None, too, where the model is shapes alone."""
     return why_no_gpu(parts.model.placement.device)

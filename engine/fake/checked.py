@@ -11,7 +11,7 @@ from engine.scheduling.plan import Assignment, Runner, StepPlan, StepResult
 
 
 class CheckedRunner:
-    """Wraps a `Runner`. Raises BrokenPlan before the runner gets a plan that breaks a rule."""
+    """Raises BrokenPlan before the wrapped `Runner` gets a wrong plan."""
 
     def __init__(self, inner: Runner) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""Checks plans and results without a device: what each slot's sequence is, which of its tokens are computed, and which
-sequence wrote which page.
+"""Checks plans and results without a device: each slot's sequence, its computed tokens, and which sequence wrote which
+page.
 
 A plan that reads what was not computed, or was overwritten, is refused. A full page holds a digest of all tokens up to
-its end, so that a sequence which begins with shared pages is checked as well.
+its end, so that shared pages are checked as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOREIGN = -1  # instead of a digest: what is in this page came from elsewhere, a
 
 
 class BrokenPlan(Exception):
-    """A plan cannot be computed right, or a result does not match its plan."""
+    pass
 
 
 class Computed:
@@ -38,7 +38,7 @@ class Computed:
 
 
 class PlanChecker:
-    """Checks a plan row by row as it is done, then its results. Everything raises BrokenPlan."""
+    """Checks a plan row by row, then its results. Everything raises BrokenPlan."""
 
     def __init__(self, total_pages: int, slots: int) -> None:
         self.full: list[int | None] = [None] * total_pages  # digest of all tokens up to a full page's end
@@ -75,7 +75,6 @@ class PlanChecker:
         return held
 
     def brought(self, row: Row, held: Computed, result: RowResult) -> None:
-        """Adds the results of a row that samples to its sequence."""
         if result.end is RowEnd.LATE:
             self._take_back_one(held)
             return
@@ -88,7 +87,6 @@ class PlanChecker:
             self.write(held, ids[:fed])
 
     def _take_back_one(self, held: Computed) -> None:
-        """Removes the last token from what was computed, because a later step feeds that token again."""
         held.count -= 1
         self.full[held.state.pages[held.count // PAGE_SIZE]] = None
         held.written = held.digest = _digest(1, held.state.token_ids[: held.count])
@@ -105,11 +103,9 @@ class PlanChecker:
                 self.brought(row, self._held[row.slot], result.rows[row.key])
 
     def _scores(self, row: Row) -> int:
-        """Returns how many of the prompt's log-probabilities a row returns."""
         return min(row.start + row.count, self._held[row.slot].state.prompt_length - 1) - row.start
 
     def write(self, held: Computed, token_ids: Items[int]) -> None:
-        """Puts these tokens, from the first that was not computed on, into the sequence's pages."""
         pages, writers, full = held.state.pages, self._writers, self.full
         position, digest = held.count, held.written
         for token_id in token_ids:
@@ -135,7 +131,7 @@ class PlanChecker:
         self.full[page] = digest
 
     def in_place(self, row: Row) -> int:
-        """Returns how many tokens before the row's first are computed in its pages. Changes nothing."""
+        """How many tokens before the row's first its pages hold. Changes nothing."""
         held = self._held[row.slot]
         pages = [*held.state.pages[: row.first_page], *row.pages] if row.pages else held.state.pages
         count, digest = held.count, held.written
@@ -201,7 +197,7 @@ class PlanChecker:
             raise BrokenPlan("a row samples behind the last token, and only there")
 
     def _adopt(self, row: Row, held: Computed) -> None:
-        """Begins, or goes on, with full pages that others computed, as far as they are what they must be."""
+        """Uses full pages that others computed, as far as they are right."""
         if held.count % PAGE_SIZE or row.start % PAGE_SIZE:
             return
         state = held.state

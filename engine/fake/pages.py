@@ -1,4 +1,4 @@
-"""Implements pages as bytes, for runners whose plans are checked."""
+"""Pages as bytes, for runners whose plans are checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.settings import PAGE_SIZE
 
 
 class FakePages:
-    """A `PageAccess` whose bytes are sixteen times a full page's digest."""
+    """A page's bytes are sixteen times its digest."""
 
     def __init__(self, checker: PlanChecker) -> None:
         self._checker = checker
@@ -36,8 +36,6 @@ class FakePages:
 
 
 class TrustedPages:
-    """A `PageAccess` before that of another runner. Written pages are assumed to be right."""
-
     def __init__(self, inner: PageAccess, checker: PlanChecker) -> None:
         self._inner = inner
         self._checker = checker

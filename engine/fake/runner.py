@@ -1,13 +1,11 @@
-"""Runs steps without torch and weights: for tests and for measuring what is around the engine.
+"""Runs steps without torch and weights, and checks the scheduler's plans: for tests and for measuring what is around
+the engine.
 
 Ids are a function of the tokens so far (and of the seed, unless greedy). Up to 256 entries of vocabulary they are
-printable ASCII, above that anything but the first three, whole code points or not. About one in 64 is the request's
-first stop token, where it has one. Fields of SamplingParams that need logits change nothing, since there are none.
+printable ASCII, above that anything but the first three. About one in 64 is the request's first stop token, if any.
+Sampling fields that need logits change nothing. Of several ids a step, all but the first count as accepted drafts.
 
-Of several ids a step, all but the first count as accepted drafts.
-
-It checks the scheduler's plans (`checker`). With `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks
-once n ids have been generated.
+With `FakeSettings.faults`, a prompt that begins with (0, fault, n) breaks once n ids have been generated.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ _SWITCHES = tuple(one.name for one in dataclasses.fields(ExecutionSwitches) if o
 
 
 class Fault(enum.IntEnum):
-    """Second token of a prompt that causes a fault."""
-
     RAISE = 1  # the step raises
     SICK_ROW = 2  # this row comes back without ids, as for logits that are not finite
     CRASH = 3  # the process dies
@@ -50,7 +46,6 @@ class Fault(enum.IntEnum):
 
 
 def plain_request(token_ids: tuple[int, ...], max_tokens: int = 16, **changes: Any) -> GenerationRequest:
-    """Returns a greedy request without stops, of now; `changes` are further fields."""
     plain = GenerationRequest(
         request_id="",
         token_ids=token_ids,
@@ -148,7 +143,6 @@ class FakeRunner:
         return result
 
     def _is_plain(self, state: SequenceState) -> bool:
-        """Whether only the next id is wanted of it."""
         if state.stopping.stop_token_ids or state.logprobs is not None:
             return False
         return not self._fake.faults or state.token_ids[0] != 0
@@ -175,7 +169,6 @@ class FakeRunner:
         return RowResult(tuple(drawn), tuple(logprobs), count - 1, count - 1)
 
     def _allowed(self, row: Row, held: Computed) -> RowResult:
-        """Returns one id that the sequence's constraint allows, and those that it then forces."""
         mask, vocabulary = int.from_bytes(self._constraints.mask(row.key), "little"), self._info.vocab_size
         allowed = [token_id for token_id in range(vocabulary) if mask >> token_id & 1]
         if not allowed:
@@ -188,7 +181,6 @@ class FakeRunner:
         return self._constraints.follow((row,), {row.key: chosen})[row.key]
 
     def _choose(self, state: SequenceState, index: int, bits: int) -> int:
-        """Returns the id at position `index` of the output."""
         stops = state.stopping.stop_token_ids
         place = bits % len(self._ids)
         if not stops:

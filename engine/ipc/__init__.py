@@ -1,1 +1,1 @@
-"""Defines the socket between front and engine process: its frames and events."""
+"""The socket between front and engine process: its frames and events."""

@@ -1,5 +1,5 @@
-"""Defines what the engine loop reports of one sequence after one step. Named tuples, since they are made by the ten
-thousand a second and travel as arrays."""
+"""What the engine loop reports of one sequence after one step. Named tuples, since they are made by the ten thousand a
+second and travel as arrays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.api import Finish, Start, TokenLogprob
 
 
 class Failure(enum.StrEnum):
-    """Reason of a sequence's failure. Each has its exception in `engine.errors`."""
+    """Each has its exception in `engine.errors`."""
 
     DEADLINE = "deadline"
     STEP = "step"

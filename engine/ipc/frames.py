@@ -1,4 +1,4 @@
-"""Owns what travels between front and engine process: typed msgpack messages behind a length of four bytes."""
+"""What travels between front and engine process: typed msgpack messages behind a length of four bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ FOLDERS = ("WHIPPET_CACHE_DIR", "WHIPPET_PREBUILT_DIR")
 
 
 class ConfigureEngine(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First frame to the engine: what to load, and the folders of made code that its environment names, which may
-    differ from those at its start."""
+    """First frame: what to load, and the folders of made code that the engine's environment names."""
 
     settings: EngineSettings
     folders: dict[str, str] = {}
@@ -29,10 +28,8 @@ def configure(settings: EngineSettings) -> ConfigureEngine:
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Submits a sequence. Keys are never reused in the life of a process.
-
-    A step that begins with at least solo[0] and fewer than solo[1] tokens of output is run for it alone.
-    """
+    """Keys are never reused in the life of a process. A step that begins with at least solo[0] and fewer than solo[1]
+    tokens of output is run for it alone."""
 
     key: int
     request: GenerationRequest
@@ -40,8 +37,6 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Cancels a sequence that has no reader any more. No answer."""
-
     key: int
 
 
@@ -54,7 +49,7 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Turns an optimisation on or off. `Switched` with the same ticket answers."""
+    """`Switched` with the same ticket answers."""
 
     ticket: int
     name: str
@@ -62,25 +57,19 @@ class SetSwitch(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SetLogLevel(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Sets the engine process's log level. No answer."""
-
     level: LogLevel
 
 
 class PingEngine(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Asks for `Pong`, which is sent once all earlier frames have been obeyed."""
+    """Asks for `Pong`, sent once all earlier frames have been obeyed."""
 
 
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Samples the stacks of this process for `seconds` at most. No answer."""
-
     ticket: int
     seconds: float
 
 
 class EndProfile(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Ends sampling. `Profiled` with the same ticket answers."""
-
     ticket: int
 
 
@@ -95,17 +84,14 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class LoadRefused(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Reports that the engine will never be ready with these settings. The process ends."""
+    """The process ends: it will never be ready with these settings."""
 
     kind: Literal["invalid_model", "unsupported"]
     message: str
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Carries the events of a step, and occasionally the load.
-
-    Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`.
-    """
+    """Nearly every sequence gets one id and nothing else: `ids[n]` for the one with `keys[n]`, before its `events`."""
 
     events: list[Event]
     load: EngineLoad | None
@@ -114,8 +100,6 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Switched(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Reports that the switch is in force, or why not."""
-
     ticket: int
     refusal: str | None
     steps: int = 0  # that were done before
@@ -126,11 +110,11 @@ class TurnedBack(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Proves that the loop runs. Nothing else sends it, so that a step that never ends gives no such proof."""
+    """Nothing else sends it, so that a step that never ends gives no sign of life."""
 
 
 class Profiled(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Carries a profile in the form of `engine.stacks`."""
+    """The profile's form is `engine.stacks`."""
 
     ticket: int
     stacks: str
@@ -163,7 +147,7 @@ _NOTHING_ELSE = Event(0, ())[2:]
 
 
 def packed(events: list[Event], load: EngineLoad | None) -> StepEvents:
-    """Packs the frame of a step. Events of one sequence keep their order."""
+    """Events of one sequence keep their order."""
     keys: list[int] = []
     ids: list[int] = []
     others: list[Event] = []

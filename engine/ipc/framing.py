@@ -13,7 +13,7 @@ _Message = TypeVar("_Message")
 
 
 class FrameError(Exception):
-    """The peer sent bytes that are no valid frame."""
+    pass
 
 
 def _as_text(value: Any) -> str:
@@ -26,7 +26,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_as_text)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Returns the frame of a message. Raises FrameError where it would be too long."""
+    """Raises FrameError where it would be too long."""
     buffer = bytearray(_HEADER)
     _encoder.encode_into(message, buffer, _HEADER)
     length = len(buffer) - _HEADER
@@ -37,15 +37,12 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 class FrameReader(Generic[_Message]):
-    """Cuts a byte stream into messages."""
-
     def __init__(self, decoder: msgspec.msgpack.Decoder[_Message]) -> None:
         self._decoder = decoder
         self._rest = bytearray()  # begins with a frame that has not come whole
 
     def feed(self, data: bytes) -> list[_Message]:
-        """Returns the messages that are complete by now. Raises FrameError where the stream is broken; it cannot be
-        read on."""
+        """Returns complete messages. After a FrameError the stream cannot be read on."""
         if self._rest:
             self._rest += data
             if _frame_end(self._rest, 0) > len(self._rest):
@@ -67,7 +64,7 @@ class FrameReader(Generic[_Message]):
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int:
-    """Returns where the frame at `start` ends; beyond the data where its length is incomplete."""
+    """Beyond the data where the frame's length is incomplete."""
     if len(data) - start < _HEADER:
         return start + _HEADER + len(data)
     length = int.from_bytes(data[start : start + _HEADER], "big")

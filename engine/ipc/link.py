@@ -1,4 +1,4 @@
-"""Implements the engine process's end of the socket to the front."""
+"""The engine process's end of the socket to the front."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CHUNK = 256 * 1024  # bytes
 
 
 class EngineLink:
-    """Sends by blocking, since an engine need not run ahead of a front that does not read. Receives by asking."""
+    """Sends by blocking, since an engine need not run ahead of a front that does not read."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -22,12 +22,11 @@ class EngineLink:
         self._poll.register(sock, select.POLLIN)
 
     def send(self, report: Report) -> None:
-        """Returns once the kernel has it. OSError where the front has gone."""
+        """Blocks until the kernel has it. OSError where the front has gone."""
         self._socket.sendall(encode(report))
 
     def receive(self, timeout: float | None) -> list[Command]:
-        """Returns the commands that have arrived; waits `timeout` seconds for one, None forever. EOFError where the
-        front has gone."""
+        """Waits `timeout` seconds for a command, None forever. EOFError where the front has gone."""
         if timeout != 0 and not self._poll.poll(None if timeout is None else max(1, round(timeout * 1000))):
             return []
         try:

@@ -1,5 +1,5 @@
 """Marks in memory that outlives the engine process which sequences a step runs for: after a death the front reads the
-suspects there. A step costs two stores, and one more for each slot that changes hands."""
+suspects there. A step costs two stores."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ class MarkedStep:
 
 
 class StepMark:
-    """Layout: [the key that the step is run for, or none, or several; then by slot the key that holds it], 64 bits
-    each."""
+    """Layout: [the key that the step is run for, none or several; then by slot the key that holds it], 64 bits each."""
 
     def __init__(self, fd: int) -> None:
         """`fd` as `create` made it; the caller closes it."""
@@ -29,28 +28,25 @@ class StepMark:
 
     @staticmethod
     def create() -> int:
-        """Returns a descriptor of fresh memory for one engine process."""
         fd = os.memfd_create("step-mark")
         os.ftruncate(fd, _SIZE)
         return fd
 
     def holder(self, slot: int) -> int:
-        """Returns the key that holds a slot, or 0."""
         return self._words[1 + slot]
 
     def hold(self, slot: int, key: int) -> None:
-        """Records the holder of a slot; 0 for none."""
+        """Key 0 stands for none."""
         self._words[1 + slot] = key
 
     def begin(self, only: int | None) -> None:
-        """Marks the beginning of a step for `only` this sequence or for all that hold slots."""
         self._words[0] = _SEVERAL if only is None else only
 
     def end(self) -> None:
         self._words[0] = _NONE
 
     def read(self) -> MarkedStep:
-        """Returns what the last step ran for, if it has not returned."""
+        """What the last step ran for, if it has not returned."""
         only = self._words[0]
         if only == _NONE:
             return MarkedStep()

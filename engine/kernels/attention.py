@@ -24,8 +24,6 @@ MANY_TOKENS = SPLITS * MIN_PAGES * PAGE  # a warp has several pages of a context
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The head layout of a model."""
-
     queries: int
     keys: int
     dim: int
@@ -33,7 +31,6 @@ class Heads:
 
     @property
     def rows(self) -> int:
-        """Values of queries, keys and values together."""
         return (self.queries + 2 * self.keys) * self.dim
 
     @property
@@ -42,7 +39,6 @@ class Heads:
         return -(-(self.queries // self.keys) // MAX_SHARED)
 
     def why_not(self) -> str | None:
-        """Why the kernel cannot serve it, or None."""
         if self.dim % 32 or self.dim > 256:
             return f"heads of {self.dim}, the kernel knows multiples of 32 up to 256"
         return None
@@ -50,7 +46,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """What the blocks of one row and head leave for the one that comes last; shared by all layers."""
+    """Partial results of a row's and head's blocks, which the last one merges; shared by all layers."""
 
     out: torch.Tensor  # int64 [batch, splits, heads, dim]: a launch's number and a float32
     sums: torch.Tensor  # int64 [batch, splits, heads, 2]: the same of maximum and sum
@@ -67,7 +63,7 @@ class SplitScratch:
 
 @dataclass(frozen=True, slots=True)
 class RowPages:
-    """Where each row stands and which pages it holds; changed by the host and by `advance` alone."""
+    """Changed by the host and by `advance` alone."""
 
     position: torch.Tensor  # int32 [batch]: of the token being fed; -1 is an idle row
     pages: torch.Tensor  # int32 [batch, most pages of a row]; of rows that share a sequence, one line
@@ -75,8 +71,6 @@ class RowPages:
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
-    """One layer's part: its pool and its norms."""
-
     keys: torch.Tensor  # bfloat16 [pages, kv_heads, 16, dim], or the bytes of float8_e4m3fn
     values: torch.Tensor
     query_gain: torch.Tensor | None  # float32 [dim]
@@ -86,14 +80,11 @@ class LayerAttention:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What rotates the heads: cosines, then sines negated in the first half, float32 [positions, 2, dim]."""
-
     angles: torch.Tensor
     eps: float  # of the head norms
 
 
 def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
-    """Scratch for a batch."""
     counters = batch * heads.keys * heads.subgroups
     return SplitScratch(
         out=torch.zeros(batch, SPLITS, heads.queries, heads.dim, dtype=torch.int64, device=device),
@@ -104,13 +95,11 @@ def scratch(heads: Heads, batch: int, device: torch.device) -> SplitScratch:
 
 
 def most_splits(tokens: int) -> int:
-    """Returns the most parts into which the kernel splits a context of up to `tokens` tokens."""
     pages = -(-tokens // PAGE)
     return 1 if pages <= SINGLE_PAGES else min(SPLITS, -(-pages // MIN_PAGES))
 
 
 def attention_defines(heads: Heads) -> dict[str, int]:
-    """What the kernel is compiled with."""
     served = -(-(heads.queries // heads.keys) // heads.subgroups)
     warps = 8 if served * heads.dim <= 1024 else 4  # results of all warps meet in 48 KB
     return {
@@ -131,8 +120,6 @@ def attention_defines(heads: Heads) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOp:
-    """The kernel of one head layout with the buffers that all layers share."""
-
     library: Kernels
     heads: Heads
     places: RowPages
@@ -146,7 +133,7 @@ class AttentionOp:
     resident: int = 1  # blocks on a multiprocessor, where they would be too many for one each
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
-        """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; the new key and value go to their page."""
+        """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; writes the new key and value to their page."""
         heads, batch = self.heads, qkv.shape[0]
         bytes_each = layer.keys.element_size()
         defines = attention_defines(heads) | {"OP_GROUP": self.group, "OP_KV_BYTES": bytes_each}

@@ -1,8 +1,7 @@
 """Wrapper of decode attention for many rows, whose keys and values are in their pages already.
 
-`BatchAttention.plan` is enqueued once a step, after whatever changes lengths or pages, and `attend` once a layer: it
-reads the plan, the page table and all pages but a row's last before its wait, so that nothing between the two may
-change them, the last pages excepted.
+`BatchAttention.plan` is enqueued once a step, after changes of lengths or pages, and `attend` once a layer: before its
+wait it reads the plan, the page table and all pages but a row's last, so nothing between the two may change those.
 """
 
 from __future__ import annotations
@@ -27,16 +26,12 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """What is attended to, at fixed addresses."""
-
     lengths: torch.Tensor  # int32 [rows]: tokens of the context, the newest included; 0 is a row that is left alone
     pages: torch.Tensor  # int32 [rows, most pages of a row]
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """The plan of a step, and what warps leave of heads that several share; for all layers of one window."""
-
     each: torch.Tensor  # int32: pages of a run
     entries: torch.Tensor  # int32 [rows, 4]: row, first page seen, pages, tokens
     runs: torch.Tensor  # int32 [warps, 4]: entry, item, page, count
@@ -47,8 +42,6 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks, one a multiprocessor, and what each has."""
-
     blocks: int
     warps: int
     stages: int = _STAGES
@@ -60,14 +53,13 @@ class Grid:
 
 
 def why_not(heads: Heads) -> str | None:
-    """Why the kernel cannot serve a head layout, or None."""
     if heads.dim % 64 or heads.dim > 256:
         return f"heads of {heads.dim}, the kernel for many rows knows multiples of 64 up to 256"
     return None
 
 
 def grid(heads: Heads, gpu: GpuShape) -> Grid:
-    """As many warps as shared memory has rings for, of keys and values in bfloat16."""
+    """Gives a block as many warps as shared memory has rings for, of bfloat16 keys and values."""
     ring = _STAGES * stage_bytes(heads, torch.bfloat16.itemsize)
     warps = min(_WARPS, gpu.shared // ring)
     if warps < 1:
@@ -81,7 +73,7 @@ def stage_bytes(heads: Heads, each: int) -> int:
 
 
 def subgroups(heads: Heads) -> int:
-    """Items that share a key-value head: each reads its pages."""
+    """Items that share a key-value head; each reads its pages."""
     return -(-(heads.queries // heads.keys) // _GROUP)
 
 
@@ -105,8 +97,6 @@ def workspace(heads: Heads, rows: int, shape: Grid, device: torch.device) -> Wor
 
 @dataclass(frozen=True, slots=True)
 class BatchAttention:
-    """The kernels of one head layout and window with what all its layers share."""
-
     library: Kernels
     heads: Heads
     rows: BatchRows
@@ -115,7 +105,6 @@ class BatchAttention:
     window: int | None = None
 
     def plan(self) -> Launch:
-        """Divides the step's pages among the warps of `attend`."""
         values: dict[str, Argument] = {
             "lengths": self.rows.lengths,
             "rows": self.rows.lengths.shape[0],
@@ -157,7 +146,7 @@ class BatchAttention:
         return prepare(self._kernel("attend", order, each, shared), shape, {**values, **CHAIN})
 
     def _kernel(self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0) -> Kernel:
-        """`each`: bytes of a key's or value's numbers; `shared`: of dynamic shared memory."""
+        """`each`: bytes of a key's or value's number."""
         defines = {
             "OP_Q_HEADS": self.heads.queries,
             "OP_KV_HEADS": self.heads.keys,

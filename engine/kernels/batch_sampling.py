@@ -1,8 +1,5 @@
-"""Wrappers of `sample` and `fill`: the choice by every parameter there is, for many rows in one launch, after each
-row's own best has been found; and the biases and marks of the rows that have any. `sample` needs no scratch.
-
-Same order, ties and noise as `engine.kernels.sampling`, so the same tokens.
-"""
+"""Wrappers of `sample`, the choice by every parameter for many rows in one launch after each row's own best was found,
+and of `fill`, which sets biases and marks. Order, ties, noise and so tokens are those of `engine.kernels.sampling`."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ _SHARE = 4096  # tokens of a block of `fill`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tables:
-    """What a row that comes has of its own, and what is to stand there."""
-
     bias: torch.Tensor | None  # float32 [vocabulary], to be written
     marks: torch.Tensor | None  # int32 [vocabulary], likewise: seen, barred, times generated; counted on by `sample`
     given: Sequence[int] = ()  # ids of the prompt
@@ -35,12 +30,11 @@ class Tables:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of biases and marks; 0 where there are none."""
+        """Biases and marks; 0 where there are none."""
         bias, marks = (0 if one is None else one.data_ptr() for one in (self.bias, self.marks))
         return bias, marks
 
     def words(self) -> list[int]:
-        """Returns the words that `fill` reads."""
         ids = [token for token, _ in self.biases]
         values = [value for _, value in self.biases]
         return [

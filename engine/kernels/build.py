@@ -1,8 +1,7 @@
 """Compiles the CUDA sources of this folder at run time and keeps the machine code in the user's cache folder.
 
-Shapes are compiled in, so one source gives as many kernels as there are shapes. A cubin's name is a hash of everything
-it was made from: the source with its headers, the definitions, the architecture and the compiler's version. Behind its
-code a file has the code's SHA-256, so that a damaged one is compiled anew.
+Shapes are compiled in. A cubin's name hashes all that it was made from: source and headers, definitions, architecture,
+compiler version. A file ends with the SHA-256 of its code, so that a damaged one is compiled anew.
 """
 
 from __future__ import annotations
@@ -44,18 +43,15 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """A source does not compile here; the text names it and has the compiler's message."""
+    """Its text names the source and has the compiler's message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a kernel as its source declares it."""
-
     name: str
     type: str  # "int", "u32", "float", "Map", or "pointer"
 
     def encode(self, value: Any) -> Any:
-        """The value as the launcher wants it."""
         if self.type == "Map":
             return value
         if self.type == "float":
@@ -71,7 +67,7 @@ class Kernel:
     handle: Any  # cuda.core's
 
     def arguments(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Values by parameter name, in the order of the source. Raises BuildError where the names differ."""
+        """Orders values as the source declares its parameters. Raises BuildError where the names differ."""
         names = {parameter.name for parameter in self.parameters}
         if names != set(values):
             raise BuildError(f"kernel {self.name}: {sorted(names ^ set(values))} given or missing")
@@ -79,13 +75,11 @@ class Kernel:
 
 
 class CompileFunction(Protocol):
-    """Source text to machine code."""
-
     def __call__(self, source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes: ...
 
 
 def source_text(name: str) -> str:
-    """One source with its headers put in place of their includes, so that a compiler needs no search path."""
+    """Puts headers in place of their includes, so that a compiler needs no search path."""
     seen: set[str] = set()
 
     def expand(file: str) -> str:
@@ -99,7 +93,7 @@ def source_text(name: str) -> str:
 
 
 def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
-    """The parameters of a kernel, read from its source. Raises BuildError for an entry that is not there."""
+    """Raises BuildError for an unknown entry."""
     found = re.search(r'extern "C" __global__ [^;{]*?\b' + entry + r"\(([^)]*)\)\s*\{", source)
     if found is None:
         raise BuildError(f"no kernel {entry} in its source")
@@ -114,7 +108,7 @@ def parameters_of(source: str, entry: str) -> tuple[Parameter, ...]:
 
 
 def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-    """Machine code through NVRTC, which needs no GPU; PTX where `arch` is a virtual one. Raises BuildError."""
+    """NVRTC needs no GPU; makes PTX where `arch` is a virtual one. Raises BuildError."""
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(
@@ -132,7 +126,6 @@ def compile_with_nvrtc(source: str, name: str, defines: Mapping[str, int], arch:
 
 
 def compiler_version() -> str:
-    """NVRTC's, so that an update compiles anew."""
     from cuda.bindings import nvrtc
 
     _, major, minor = nvrtc.nvrtcVersion()
@@ -140,7 +133,6 @@ def compiler_version() -> str:
 
 
 def default_cache() -> Path:
-    """Where machine code is kept between runs: below the setting `cache-dir`, which the server passes on."""
     if named := os.environ.get("WHIPPET_CACHE_DIR"):
         return Path(named) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -148,21 +140,17 @@ def default_cache() -> Path:
 
 
 def prebuilt_folder() -> Path | None:
-    """Where machine code was put ahead, only to be read: below the setting `prebuilt-dir`."""
     named = os.environ.get("WHIPPET_PREBUILT_DIR")
     return Path(named) / "kernels" if named else None
 
 
 def packaged_folder() -> Path | None:
-    """Where the wheel of kernels compiled ahead has them, if it is installed."""
     found = find_spec(_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).parent / "kernels"
 
 
 @dataclass(frozen=True, slots=True)
 class CubinCache:
-    """Machine code by hash, one file each."""
-
     folder: Path
     compiler: str  # name and version
     compile: CompileFunction
@@ -170,7 +158,7 @@ class CubinCache:
     _missed: Event = field(default_factory=Event)  # a missing file was already reported
 
     def get(self, name: str, defines: Mapping[str, int], arch: str) -> bytes:
-        """The cubin of a source file; compiled once, then read. Raises BuildError."""
+        """Compiles a source once, then reads it. Raises BuildError."""
         source = source_text(name)
         listed = "\n".join(f"{key}={value}" for key, value in sorted(defines.items()))
         digest = hashlib.sha256("\0".join((_FORM, self.compiler, arch, listed, source)).encode()).hexdigest()
@@ -189,7 +177,7 @@ class CubinCache:
 
 
 def _read(path: Path) -> bytes | None:
-    """The code in a file; None where there is none, or it is not for us to read, or not what was written."""
+    """None for a missing, unreadable or damaged file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -203,30 +191,25 @@ def _read(path: Path) -> bytes | None:
 
 
 def is_virtual(arch: str) -> bool:
-    """Whether the driver translates the code when it is loaded."""
     return arch.startswith("compute_")
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """NVRTC's name of a GPU's architecture; 9.0 alone has instructions that its successors lack."""
+    """NVRTC's name; only 9.0 has instructions that its successors lack."""
     major, minor = capability
     return f"sm_{major}{minor}a" if capability == (9, 0) else f"sm_{major}{minor}"
 
 
 class Kernels(Protocol):
-    """Where launches get their kernels from."""
-
     @property
-    def gpu(self) -> GpuShape:
-        """That they run on."""
+    def gpu(self) -> GpuShape: ...
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
-        shared memory. Raises BuildError."""
+        """The kernel may be launched with `shared` bytes of dynamic shared memory. Raises BuildError."""
 
 
 class WantedKernels:
-    """Notes what is asked for. What it gives has the real parameters and cannot run."""
+    """Records requested kernels; those it returns have the real parameters and cannot run."""
 
     def __init__(self, gpu: GpuShape) -> None:
         self.gpu = gpu
@@ -246,7 +229,7 @@ class WantedKernels:
 
 
 class KernelLibrary:
-    """Kernels for one GPU, loaded on demand by one thread; others compile meanwhile."""
+    """Loads on demand, by one thread; other threads compile meanwhile."""
 
     def __init__(self, arch: str, cache: CubinCache, gpu: GpuShape) -> None:
         self.arch = arch
@@ -258,7 +241,7 @@ class KernelLibrary:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compile")  # threads begin with the first work
 
     def compile_ahead(self, wanted: Iterable[Source]) -> None:
-        """Begins to compile, side by side, what was not asked for before; `kernel` then waits for its own alone."""
+        """Compiles new sources in parallel; `kernel` waits only for its own."""
         new = set(wanted) - self._codes.keys()
         for source in sorted(new, key=lambda one: (one[0] not in SLOW, one)):
             self._codes[source] = self._pool.submit(self._compile, source)
@@ -268,8 +251,7 @@ class KernelLibrary:
         return self._cache.get(f"{name}.cu", dict(defines), self.arch)
 
     def code(self, source: Source) -> bytes:
-        """Loads a source that is compiled ahead, once it is; else compiles it here. Raises BuildError, which names
-        it."""
+        """Waits for a source compiled ahead, else compiles it. Raises BuildError, which names it."""
         begun = self._codes.get(source)
         if begun is not None:
             return begun.result()
@@ -277,13 +259,11 @@ class KernelLibrary:
         return self._compile(source)
 
     def close(self) -> None:
-        """Nothing more is compiled ahead: what is still wanted is compiled when it is asked for."""
+        """Later requests compile on demand."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._codes = {source: code for source, code in self._codes.items() if not code.cancelled()}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
-        """The kernel `entry` of `name`.cu compiled with `defines`, which may be launched with `shared` bytes of dynamic
-        shared memory. Raises BuildError."""
         key = (name, entry, tuple(sorted(defines.items())))
         found = self._loaded.get(key)
         if found is None:
@@ -308,7 +288,7 @@ class KernelLibrary:
 
 
 def why_no_gpu(device: torch.device) -> str | None:
-    """Why our kernels do not run on a device, or None; None too where a model is shapes alone."""
+    """None too where a model is shapes alone."""
     if device.type == "meta":
         return None
     if device.type != "cuda":
@@ -325,8 +305,7 @@ def _too_old(capability: tuple[int, int]) -> str | None:
 
 
 def open_library(capability: tuple[int, int], cache: Path | None = None, arch: str | None = None) -> KernelLibrary:
-    """The library of the current GPU, or for another architecture that it can run. Raises BuildError where it cannot
-    compile."""
+    """Raises BuildError where nothing can compile."""
     objection = _too_old(capability)
     if objection is not None:
         raise BuildError(objection)
@@ -338,7 +317,7 @@ def open_library(capability: tuple[int, int], cache: Path | None = None, arch: s
 
 
 def kept_in(folder: Path, *prebuilt: Path) -> CubinCache:
-    """What NVRTC compiles, or has compiled ahead. Raises BuildError where it is not here."""
+    """Raises BuildError where NVRTC is not installed."""
     try:
         # By one thread, before others compile: modules that two threads import at once are seen half made.
         import_module("cuda.core")

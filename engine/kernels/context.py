@@ -1,4 +1,4 @@
-"""What the driver keeps of a GPU's memory for a process, beside what is allocated."""
+"""Memory that the driver keeps on a GPU for a process, beside what is allocated."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ STACK = 16  # bytes a thread, the least that the driver takes
 
 
 def keep_little(device: torch.device) -> None:
-    """Gives back the stack that the driver keeps for every thread that the GPU can run: 1 KiB each, 260 MiB of an
-    H100. It is meant for kernels whose need is unknown when they are compiled; there are none such here, and for all
-    others the driver makes more room by itself."""
+    """Gives back the stack that the driver keeps for every thread that the GPU can run: 1 KiB each, 260 MiB of an H100.
+    It serves kernels of unknown need, of which we have none."""
     try:
         from cuda.bindings import driver
     except ImportError:  # the decoders that need it say so

@@ -23,8 +23,6 @@ _LEAST_USE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class GatedDivision:
-    """How a product is spread over blocks."""
-
     tile: int  # rows of a block
     stages: int
     clusters: int
@@ -32,13 +30,10 @@ class GatedDivision:
 
     @property
     def shared(self) -> int:
-        """Bytes of a block."""
         return self.stages * _stage_bytes(self.tile) + _RESULTS
 
 
 def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> GatedDivision:
-    """Into the tiles whose waves take the least."""
-
     def cost(tile: int) -> int:
         return _waves(tile, tokens, half, gpu) * (_ceil(columns, _SPAN) * tile + _ENDING)
 
@@ -46,7 +41,6 @@ def divide(tokens: int, half: int, columns: int, gpu: GpuShape) -> GatedDivision
 
 
 def division(tile: int, tokens: int, half: int, gpu: GpuShape) -> GatedDivision:
-    """Divides a product into tiles of `tile` rows."""
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS - _RESULTS) // _stage_bytes(tile))
     clusters = gpu.multiprocessors // _PEERS
     room = _waves(tile, tokens, half, gpu) * clusters * _PEERS * _TOKENS * tile
@@ -62,7 +56,7 @@ def _waves(tile: int, tokens: int, half: int, gpu: GpuShape) -> int:
 
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape) -> str | None:
-    """Returns why the kernel does not multiply this many tokens by it, or None. weight bfloat16 [2 · half, columns]."""
+    """Why the kernel cannot multiply this many tokens by weight bfloat16 [2 · half, columns], or None."""
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     half, columns = weight.shape[0] // 2, weight.shape[1]

@@ -1,7 +1,7 @@
-"""Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, read where decode steps read them.
+"""Wrapper of the matrix kernels for many tokens: four- and eight-bit weights, in the layout that decode steps read.
 
 `gemm.cu` serves every GPU and takes columns as they come. From 33 tokens on `gemm_wide.cu` serves GPUs of compute
-capability 9.0; it wants its tokens laid out as `ordered` does it.
+capability 9.0; it wants its tokens laid out by `ordered`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,6 @@ _WIDE_BYTES = 4e6  # as `_STAGE_BYTES`, a microsecond
 
 @dataclass(frozen=True, slots=True)
 class GemmDivision:
-    """How a product is spread over blocks."""
-
     tokens: int  # of a block
     rows: int  # of a block
     slices: int  # of the columns
@@ -55,8 +53,7 @@ class GemmDivision:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a product reads and leaves: x bfloat16 [tokens, columns]; out bfloat16 [tokens, rows], or float32 [slices,
-    tokens, rows] to be added up where the division has several slices."""
+    """x bfloat16 [tokens, columns]; out bfloat16 [tokens, rows], or float32 [slices, tokens, rows] to be added up."""
 
     x: torch.Tensor
     out: torch.Tensor
@@ -64,7 +61,6 @@ class Batch:
 
 
 def why_not(matrix: Matrix) -> str | None:
-    """Why the kernel cannot multiply by it, or None."""
     return "plain weights are torch's business" if matrix.format is Format.BF16 else None
 
 
@@ -75,7 +71,6 @@ def stage_bytes(matrix: MatrixShape, how: GemmDivision) -> int:
 
 
 def divide(matrix: Matrix, tokens: int, gpu: GpuShape, most_slices: int = MOST_SLICES) -> GemmDivision:
-    """The division whose blocks, wave by wave, take the least."""
     return _divide(matrix.shape, tokens, gpu, most_slices)
 
 
@@ -92,7 +87,7 @@ def _divide(matrix: MatrixShape, tokens: int, gpu: GpuShape, most_slices: int) -
 
 
 def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDivision:
-    """The same with as many stages as a block has room for. Raises ValueError where it has none for two."""
+    """Raises ValueError where a block has no room for two stages."""
     size = stage_bytes(matrix, how)
     stages = min(_MOST_STAGES, (gpu.shared - _BARRIERS) // size) if how.wide else min(_STAGES, gpu.shared // size)
     if stages < 2:
@@ -101,8 +96,7 @@ def with_stages(how: GemmDivision, matrix: MatrixShape, gpu: GpuShape) -> GemmDi
 
 
 def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) -> float:
-    """Costs in stages, or µs where the kernel is the wide one. Sums of several slices are wider, and read again by the
-    kernel that adds them."""
+    """In stages, or in µs for the wide kernel. Sums of several slices are wider, and are read again."""
     moved = tokens * matrix.rows * 2 * (2 if how.slices == 1 else 4 * how.slices)
     blocks = _ceil(tokens, how.tokens) * _ceil(matrix.rows, how.rows) * how.slices
     stages = _ceil(matrix.columns // matrix.format.span, how.slices)
@@ -115,13 +109,12 @@ def _cost(how: GemmDivision, matrix: MatrixShape, tokens: int, gpu: GpuShape) ->
 
 
 def order(matrix: Matrix, how: GemmDivision) -> Format:
-    """The layout that a product wants its tokens' columns in: a format's own, or plain, which BF16 stands for."""
+    """The layout of a product's tokens' columns: a format's own, or BF16 for plain."""
     return matrix.format if how.wide else Format.BF16
 
 
 def ordered(x: torch.Tensor, form: Format) -> torch.Tensor:
-    """Lays x [tokens, columns] out as `order.cuh` defines, under the same shape; the same tensor where that is
-    plain."""
+    """Lays x [tokens, columns] out as `order.cuh` defines; returns x itself where that is plain."""
     if form is Format.BF16:
         return x
     tokens = x.shape[0]
@@ -163,7 +156,7 @@ def gemm(library: Kernels, matrix: Matrix, batch: Batch, how: GemmDivision) -> L
 
 
 def weight_boxes(matrix: Matrix, rows: int) -> dict[str, Argument]:
-    """Boxes of a stage of the wide kernel: 64 bytes of each, or 512 of eight, and their scales."""
+    """Boxes of a stage of the wide kernel: 64 bytes of each row, or 512 of eight, and their scales."""
     if matrix.scales is None:
         weights = Boxes(matrix.data, rows, matrix.format.span, operand=False)
         return {"weights": weights, "scales": weights, "row_scale": matrix.row_scale}  # a map that is not looked at

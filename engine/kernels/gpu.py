@@ -1,4 +1,4 @@
-"""What kernels are made for: a GPU's numbers, whether it is here or not."""
+"""Hardware numbers that kernels are made for, whether the GPU is here or not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GpuShape:
-    """What definitions of kernels and their grids depend on."""
-
     multiprocessors: int
     shared: int  # bytes of shared memory that a block may ask for
     warpgroups: bool = False  # compute capability 9.0, whose products only its own code has
@@ -47,7 +45,7 @@ SERVERS: Mapping[tuple[int, int], tuple[tuple[int, ...], int]] = MappingProxyTyp
 
 
 def gpus_of(arch: str) -> tuple[tuple[tuple[int, int], GpuShape], ...]:
-    """Those of one architecture, such as sm_90, with their compute capability. Raises ValueError for others."""
+    """Shapes by capability of an architecture such as sm_90. Raises ValueError for others."""
     for capability, (counts, shared) in SERVERS.items():
         if arch == f"sm_{capability[0]}{capability[1]}":
             return tuple((capability, gpu_of(capability, count, shared)) for count in counts)

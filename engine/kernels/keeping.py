@@ -8,8 +8,7 @@ from pathlib import Path
 
 
 def keep(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file whole or not at all, in place of what was there. `mode` limits its readers, as the folder may
-    further. Raises OSError where the folder cannot be written."""
+    """Replaces a file whole or not at all. `mode` limits its readers, as the folder may. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)

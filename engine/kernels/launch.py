@@ -14,8 +14,8 @@ from engine.kernels.build import Kernel
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """A matrix that the copy engine reads in boxes of `rows` by `columns`; those of an operand are permuted as `wgmma`
-    reads them."""
+    """Boxes of `rows` by `columns`, in which the copy engine reads a matrix; an operand's are permuted as `wgmma` reads
+    them."""
 
     matrix: torch.Tensor
     rows: int
@@ -23,7 +23,7 @@ class Boxes:
     operand: bool = True
 
     def map(self) -> Any:
-        """What the driver makes of it; nothing where it does not lie on a GPU."""
+        """The driver's tensor map; None where the matrix does not lie on a GPU."""
         if not self.matrix.is_cuda:
             return None
         from cuda.core import TensorMapDescriptorOptions as Options
@@ -51,8 +51,6 @@ class Trigger(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Blocks, threads of a block, and bytes of dynamic shared memory of a block."""
-
     grid: tuple[int, int, int]
     threads: int
     shared: int = 0
@@ -60,7 +58,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel of a chain. Holds the tensors that its arguments point into."""
+    """Holds the tensors that its arguments point into."""
 
     kernel: Kernel
     shape: Shape
@@ -70,20 +68,18 @@ class Launch:
     arguments: tuple[Any, ...] = field(init=False, repr=False, compare=False)  # values as the driver takes them
 
     def __post_init__(self) -> None:
-        """Raises BuildError where the names of the values are not the kernel's."""
         object.__setattr__(self, "arguments", self.kernel.arguments(self.values))
 
     def alone(self) -> Launch:
-        """The same launch, starting only when its predecessor has ended."""
+        """Starts only when its predecessor has ended."""
         return replace(self, dependent=False)
 
     def with_trigger(self, trigger: Trigger) -> Launch:
-        """The same launch, letting its successor start at another point."""
         return replace(self, values={**self.values, "trigger": int(trigger)})
 
 
 def prepare(kernel: Kernel, shape: Shape, values: Mapping[str, Argument]) -> Launch:
-    """A launch from tensors and numbers by parameter name. Raises BuildError where the names differ."""
+    """Binds tensors and numbers by name. Raises BuildError for other names than the kernel's."""
     plain = {name: _plain(value) for name, value in values.items()}
     held = (value.matrix if isinstance(value, Boxes) else value for value in values.values())
     return Launch(kernel, shape, plain, tuple(one for one in held if isinstance(one, torch.Tensor)))
@@ -99,23 +95,22 @@ def _plain(value: Argument) -> Any:
 
 class Enqueues(Protocol):
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """In order; each sees what those before it wrote."""
+        """Each launch sees what those before it wrote."""
 
 
 class Unlaunched:
-    """For tensors without memory: what a step consists of can be asked for, and none of it runs."""
+    """For tensors without memory: steps are prepared and never run."""
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
         pass
 
 
 def launcher_of(device: torch.device) -> Enqueues:
-    """For tensors that lie there."""
     return Unlaunched() if device.type == "meta" else Launcher()
 
 
 class Launcher:
-    """Enqueues launches on torch's current stream, whether it is capturing or not."""
+    """Uses torch's current stream, whether it is capturing or not."""
 
     def __init__(self) -> None:
         from cuda.core import Device, LaunchConfig, launch
@@ -126,7 +121,6 @@ class Launcher:
         self._launch: Any = launch
 
     def enqueue(self, launches: Iterable[Launch]) -> None:
-        """In order; each sees what those before it wrote."""
         stream = self._device.create_stream(_TorchStream(torch.cuda.current_stream()))
         for one in launches:
             shape = one.shape
@@ -141,8 +135,6 @@ class Launcher:
 
 @dataclass(frozen=True, slots=True)
 class _TorchStream:
-    """Torch's stream under the protocol that cuda.core reads."""
-
     stream: torch.cuda.Stream
 
     def __cuda_stream__(self) -> tuple[int, int]:

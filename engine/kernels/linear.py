@@ -1,5 +1,5 @@
-"""Wrappers of the matrix kernels: `linear`, `linear_residual`, `gate_up`. Each takes activations that a kernel before
-it left in `Normed` or as bf16 rows, and prepares one launch."""
+"""Wrappers of the matrix kernels `linear`, `linear_residual`, `gate_up`: one launch each, over activations that a
+kernel before it left in `Normed` or as bf16 rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAIN = {"trigger": int(Trigger.AT_ENTRY)}  # `step.prepare_step` decides
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """A residual stream and what the next norm needs of it; written whole by `linear_residual` and `advance`."""
+    """A residual stream and what its norm needs; written whole by `linear_residual` and `advance`."""
 
     residual: torch.Tensor  # float32 [batch, hidden]
     scaled: torch.Tensor  # bfloat16 [batch, hidden]: residual · gain, not yet divided by the root mean square
@@ -27,7 +27,6 @@ class Normed:
 
 
 def matrix_defines(matrix: Matrix, batch: int, how: Tiling) -> dict[str, int]:
-    """What every matrix kernel is compiled with."""
     return {
         "OP_FORMAT": int(matrix.format),
         "OP_GROUP": matrix.group,
@@ -40,7 +39,6 @@ def matrix_defines(matrix: Matrix, batch: int, how: Tiling) -> dict[str, int]:
 def matrix_launch(
     library: Kernels, name: str, defines: dict[str, int], values: dict[str, Argument], matrix: Matrix, how: Tiling
 ) -> Launch:
-    """The launch of a matrix kernel."""
     shape = Shape((tiling.blocks(matrix, how), 1, 1), how.threads, tiling.shared_bytes(matrix, how))
     kernel = library.kernel(name, name, defines, shape.shared)
     return prepare(kernel, shape, {**values, **weight_values(matrix), **CHAIN})
@@ -62,8 +60,6 @@ def linear(
 
 @dataclass(frozen=True, slots=True)
 class ResidualUpdate:
-    """Where `linear_residual` adds, and the gain of the norm that comes next."""
-
     x: torch.Tensor  # bfloat16 [batch, columns]
     target: Normed
     gain: torch.Tensor  # float32 [hidden]
@@ -71,7 +67,7 @@ class ResidualUpdate:
 
 
 def linear_residual(library: Kernels, update: ResidualUpdate, matrix: Matrix, how: Tiling) -> Launch:
-    """target.residual += x · Wᵀ + bias, and what the next norm needs."""
+    """Adds x · Wᵀ + bias to target.residual, and prepares the next norm."""
     target = update.target
     defines = matrix_defines(matrix, update.x.shape[0], how) | {"OP_ROWS": matrix.rows}
     values: dict[str, Argument] = {

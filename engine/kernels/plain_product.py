@@ -34,8 +34,6 @@ _COPIED, _MULTIPLIED, _STAGE, _ENDS, _SLICED = 0.0033, 0.164, 0.18, 1.1, 1.2e-6
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a product is spread over blocks."""
-
     tokens: int  # of a block
     tile: int  # rows of a block; half of them gates, where it is gated
     peers: int  # blocks of a cluster
@@ -44,16 +42,14 @@ class Division:
 
     @property
     def room(self) -> int:
-        """Tokens of a block, as its warpgroups multiply them."""
         return _ceil(self.tokens, 64) * 64
 
     @property
     def shared(self) -> int:
-        """Bytes of a block."""
         return self.stages * (self.room + self.tile) * _ROW_BYTES
 
     def grid(self, tokens: int, rows: int) -> tuple[int, int, int]:
-        """Blocks by tiles of rows, of tokens, and slices; without rows, where a cluster would not be whole."""
+        """Tiles of rows, tiles of tokens, slices; no rows where a cluster would not be whole."""
         tiles = _ceil(rows, self.tile)
         return _ceil(tiles, self.peers) * self.peers, _ceil(tokens, self.tokens), self.slices
 
@@ -62,7 +58,6 @@ class Division:
 
 
 def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, slices: int) -> Division:
-    """Divides into blocks of `tile` rows, with as many stages as there is room for."""
     block = _ceil(_ceil(tokens, _ceil(tokens, MOST_BLOCK_TOKENS)), 8 * peers) * 8 * peers
     most = (gpu.shared - _BARRIERS) // ((_ceil(block, 64) * 64 + tile) * _ROW_BYTES)
     return Division(block, tile, peers, slices, min(_MOST_STAGES, _stages(columns, slices), most))
@@ -72,7 +67,7 @@ def division(tokens: int, columns: int, gpu: GpuShape, tile: int, peers: int, sl
 def divide(
     tokens: int, rows: int, columns: int, gpu: GpuShape, most_slices: int = MOST_SLICES, *, gated: bool = False
 ) -> Division | None:
-    """Into blocks that the GPU holds at a time and that take the least; None where there are none that serve."""
+    """Chooses the cheapest blocks that the GPU holds at a time, if any serve."""
     least = 2 if tokens > _MOST_WIDE and not gated else 1  # whole results take the library's time, too
     slices = range(least, (1 if gated else min(most_slices, MOST_SLICES, _ceil(columns, _SPAN))) + 1)
     tried = [division(tokens, columns, gpu, *one) for one in product(TILES, PEERS, slices)]
@@ -81,19 +76,18 @@ def divide(
 
 
 def _cost(how: Division, tokens: int, rows: int, columns: int) -> float:
-    """Estimates the product's time in microseconds."""
     copied, multiplied = _COPIED * (how.tokens / how.peers + how.tile), _MULTIPLIED * how.room / 64 * how.tile / 64
     results = 0 if how.slices == 1 else how.slices * tokens * rows * 4
     return _ENDS + _stages(columns, how.slices) * max(copied, multiplied, _STAGE) + _SLICED * results
 
 
 def _held(peers: int, gpu: GpuShape) -> int:
-    """Blocks that the GPU has room for: clusters of four do not go evenly into its groups of multiprocessors."""
+    """Clusters of four do not fill the GPU's groups of multiprocessors evenly."""
     return gpu.multiprocessors if peers == 2 else gpu.multiprocessors * 7 // 8
 
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = False) -> str | None:
-    """Returns why the kernel does not multiply this many tokens by it, or None. weight bfloat16 [rows, columns]."""
+    """Why the kernel cannot multiply this many tokens by weight bfloat16 [rows, columns], or None."""
     if not gpu.warpgroups:
         return "products of warpgroups need compute capability 9.0"
     rows, columns = weight.shape
@@ -146,7 +140,6 @@ def plain_product(
 
 
 def _stages(columns: int, slices: int) -> int:
-    """Stages of a slice, at most."""
     return _ceil(_ceil(columns, _SPAN), slices)
 
 

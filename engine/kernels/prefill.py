@@ -25,31 +25,26 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What a pass is fed, at fixed addresses."""
-
     place: torch.Tensor  # int32; its first is the count of tokens
     tokens: torch.Tensor  # int32 [size]: their ids
 
     @property
     def size(self) -> int:
-        """Tokens that there is room for."""
         return self.tokens.shape[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ProductParts:
-    """What a product left: bfloat16 [tokens, width] complete with its bias, or float32 [slices, tokens, width]."""
+    """A product's result: bfloat16 [tokens, width] complete with its bias, or float32 [slices, tokens, width]."""
 
     data: torch.Tensor
     bias: torch.Tensor | None = None  # float32 [width], to be added; float32 slices only
 
     @property
     def split(self) -> bool:
-        """Whether there are slices to add up."""
         return self.data.dtype == torch.float32
 
     def values(self) -> dict[str, Argument]:
-        """As the sources name them."""
         if not self.split and self.bias is not None:
             raise ValueError("a product in bfloat16 has its bias already")
         return {"product": self.data, "bias": self.bias, "slices": self.data.shape[0] if self.split else 1}
@@ -57,8 +52,6 @@ class ProductParts:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The residual of a chunk and its norm."""
-
     residual: torch.Tensor  # float32 [tokens, hidden]
     x: torch.Tensor  # bfloat16 [tokens, hidden]
     eps: float
@@ -100,14 +93,12 @@ def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Inputs of a layer's attention for these tokens."""
-
     residual: torch.Tensor  # float32 [tokens, hidden]
     queries: torch.Tensor  # bfloat16 [tokens, heads, dim]
 
 
 def keep_ends(library: Kernels, chunks: torch.Tensor, all_tokens: Carried, kept: Carried) -> Launch:
-    """kept, a token a chunk = the last of each; of a chunk without tokens it stays. chunks: as `Chunks.table`."""
+    """Copies each chunk's last token to `kept`, except for chunks without tokens. chunks: as `Chunks.table`."""
     most, columns = kept.residual.shape
     values: dict[str, Argument] = {
         "chunks": chunks,
@@ -122,7 +113,7 @@ def keep_ends(library: Kernels, chunks: torch.Tensor, all_tokens: Carried, kept:
 
 
 def gate(library: Kernels, product: ProductParts, out: torch.Tensor, order: Format = Format.BF16) -> Launch:
-    """out bfloat16 [tokens, half] = silu(gate) · up, columns in the order named."""
+    """out bfloat16 [tokens, half] = silu(gate) · up, columns in the given order."""
     tokens, half = out.shape
     defines = {"OP_HALF": half, "OP_SLICES": int(product.split), "OP_ORDER": int(order)}
     kernel = library.kernel("prefill_gate", "gate", defines)
@@ -133,8 +124,6 @@ def gate(library: Kernels, product: ProductParts, out: torch.Tensor, order: Form
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where each token stands and whose pages it has."""
-
     positions: torch.Tensor  # int32 [tokens]; -1: no token
     pages: torch.Tensor  # int32 [rows, most pages of a row]
     rows: torch.Tensor | None = None  # int32 [tokens]: into `pages`; None: token m has row m
@@ -149,7 +138,7 @@ def row_heads(
     product: ProductParts,
     queries: torch.Tensor,
 ) -> Launch:
-    """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows], and keys and values into their pages."""
+    """queries bfloat16 [tokens, heads, dim] of a product [tokens, rows]; writes keys and values to their pages."""
     tokens = queries.shape[0]
     values: dict[str, Argument] = {
         "query_gain": layer.query_gain,
@@ -180,21 +169,19 @@ def row_heads(
 
 
 def head_defines(layout: Heads) -> dict[str, int]:
-    """What kernels that know heads are compiled with."""
     return {"OP_Q_HEADS": layout.queries, "OP_KV_HEADS": layout.keys, "OP_HEAD_DIM": layout.dim}
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of several sequences in one pass, at fixed addresses."""
-
     table: torch.Tensor  # int32 [chunks, 4]: first token in the pass, count, position of the first, row of `pages`
     pages: torch.Tensor  # int32 [rows, most pages of a row]
 
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """What the blocks that share a long context leave for the one that comes last; shared by all layers and sizes."""
+    """Partial results of blocks that share a long context, which the last one merges; shared by all layers and
+    sizes."""
 
     out: torch.Tensor  # float32, for each split [tokens, heads, dim]
     sums: torch.Tensor  # float32, for each split [tokens, heads, 2]: maximum, and sum of exponents
@@ -204,8 +191,6 @@ class Splits:
 
 @dataclass(frozen=True, slots=True)
 class AttentionGrid:
-    """How attention over chunks is spread over blocks."""
-
     wide: bool  # by products of warpgroups
     tiles: int  # of tokens, at most
     splits: int  # parts of a context, at most
@@ -214,12 +199,11 @@ class AttentionGrid:
 
     @property
     def queries(self) -> int:
-        """Tokens of a tile."""
         return _WIDE_QUERIES if self.wide else _QUERIES
 
 
 def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -> AttentionGrid:
-    """Divides contexts of chunks until every multiprocessor has what it holds."""
+    """Divides contexts of chunks until every multiprocessor is full."""
     wide = gpu.warpgroups and layout.dim in _WIDE_DIMS
     full = -(-tokens // (_WIDE_QUERIES if wide else _QUERIES))
     tiles, most = full + chunks - 1, gpu.multiprocessors * (1 if wide else 2)
@@ -235,7 +219,6 @@ def attention_grid(layout: Heads, tokens: int, gpu: GpuShape, chunks: int = 1) -
 def splits_of(
     layout: Heads, sizes: Iterable[int], device: torch.device, chunks: int = 1, gpu: GpuShape | None = None
 ) -> Splits:
-    """Allocates for passes of these sizes, of one chunk or of up to `chunks`."""
     gpu = gpu or gpu_shape(device)
     grids = [(size, attention_grid(layout, size, gpu, most)) for size in sizes for most in (1, chunks)]
     rows = max(size * grid.splits for size, grid in grids) * layout.queries
@@ -258,8 +241,8 @@ def attend_chunks(
     out: torch.Tensor,
     order: Format = Format.BF16,
 ) -> Launch:
-    """queries bfloat16 [tokens, heads, dim] → out bfloat16 [tokens, heads · dim], columns in the order named, over
-    pages where the chunks' own keys and values already are. Tokens that are in no chunk are left alone."""
+    """queries bfloat16 [tokens, heads, dim] → out bfloat16 [tokens, heads · dim], columns in the given order, over
+    pages that have the chunks' own keys and values already. Leaves tokens outside any chunk alone."""
     tokens, most = queries.shape[0], chunks.table.shape[0]
     grid = attention_grid(layout, tokens, splits.gpu, most)
     if tokens * grid.splits * layout.queries * layout.dim > splits.out.numel():

@@ -1,4 +1,4 @@
-"""What each kernel computes, in plain PyTorch and in the float type of its inputs: the oracle of the kernel tests, so
+"""What each kernel computes, in plain PyTorch and in the float type of its inputs: the oracle of the kernel tests,
 written for reading and for float64, not for speed."""
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from engine.sampling.noise import gumbel
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    """Over the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain
 
 
@@ -52,7 +51,7 @@ def attention_row(
     angles: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Splits one row [rows]: queries [heads, dim] and key [kv_heads, dim], normed and rotated, and value."""
+    """Splits one row [rows] into queries [heads, dim] and key [kv_heads, dim], normed and rotated, and value."""
     parts = qkv.view(-1, heads.dim)
     queries, key, value = torch.split(parts, [heads.queries, heads.keys, heads.keys])
     if gains is not None:
@@ -70,7 +69,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, wind
 
 
 def paged(pool: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The first tokens of a row [tokens, kv_heads, dim] out of a pool [pages, kv_heads, 16, dim]."""
+    """Gathers a row's first tokens [tokens, kv_heads, dim] from a pool [pages, kv_heads, 16, dim]."""
     held = pool[pages[: -(-tokens // PAGE)].long()]
     return held.transpose(1, 2).flatten(0, 1)[:tokens]
 
@@ -95,8 +94,8 @@ def attend_rows(
 def plan_rows(
     lengths: list[int], items: int, warps: int, least: int, window: int | None
 ) -> tuple[int, list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
-    """How many pages of a step each warp reads; of each row with a context: row, first page seen, pages, tokens; where
-    each warp starts in the line of all pages, row by row, item by item: entry, item, page, count."""
+    """Pages of a step for each warp; for each row with a context: row, first page seen, pages, tokens; and where each
+    warp starts in the line of all pages, row by row, item by item: entry, item, page, count."""
     entries = []
     for row, length in enumerate(lengths):
         first = max(length - window, 0) // PAGE if window else 0
@@ -111,16 +110,15 @@ def plan_rows(
 def choose(
     logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """The token of each row: argmax of logit (temperature 0) or of logit / temperature + noise. `positions`: where the
-    chosen tokens will stand."""
+    """argmax of logit (temperature 0) or of logit / temperature + noise. `positions`: where the chosen tokens will
+    stand."""
     ids = torch.arange(logits.shape[-1], device=logits.device).unsqueeze(0)
     noisy = logits.double() / temperature.double().clamp(min=1e-30).unsqueeze(1) + gumbel(keys, positions, ids)
     return torch.where(temperature.unsqueeze(1) > 0, noisy, logits.double()).argmax(-1)
 
 
 def between(coarse: CoarseCopy, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two numbers [batch, rows] that a plain logit lies between. x bfloat16 [batch, columns]; factor [batch]:
-    1 / root mean square."""
+    """Bounds [batch, rows] of a plain logit. x bfloat16 [batch, columns]; factor [batch]: 1 / root mean square."""
     q, scale, bound = coarse_rows(coarse)
     middle = (x.double() @ q.T) * factor.double().unsqueeze(1) * scale
     apart = bound * x.double().norm(dim=-1, keepdim=True) + 1e-30
@@ -130,7 +128,7 @@ def between(coarse: CoarseCopy, x: torch.Tensor, factor: torch.Tensor) -> tuple[
 
 
 def may_win(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """The rows [batch, rows] that are multiplied again, where each block knows the best of all lower bounds."""
+    """Rows [batch, rows] that are multiplied again, where each block knows the best of all lower bounds."""
     return high >= low.amax(-1, keepdim=True)
 
 
@@ -150,8 +148,7 @@ def adjusted(
 
 
 def kept(heat: torch.Tensor, row: SampledRow) -> torch.Tensor:
-    """Which tokens top_k, top_p and min_p keep, by log-weight [vocabulary]: all that are as likely as the last one that
-    must stay."""
+    """All tokens, by log-weight [vocabulary], as likely as the last that top_k, top_p and min_p must keep."""
     ordered = heat.sort(descending=True).values
     ordered = ordered[: row.top_k] if row.top_k > 0 else ordered
     if row.top_p < 1:
@@ -163,7 +160,7 @@ def kept(heat: torch.Tensor, row: SampledRow) -> torch.Tensor:
 def scores(
     logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor
 ) -> torch.Tensor | None:
-    """What one row's token is the best of [vocabulary]; None where its logits are no numbers or none is left."""
+    """Scores [vocabulary] whose maximum is one row's token, if logits are numbers and a token is left."""
     found = adjusted(logits, row, position, bias, marks)
     if not torch.isfinite(logits).all() or not torch.isfinite(found.max()):
         return None
@@ -177,7 +174,6 @@ def scores(
 
 
 def sample(logits: torch.Tensor, row: SampledRow, position: int, bias: torch.Tensor, marks: torch.Tensor) -> int | None:
-    """The token of one row."""
     found = scores(logits, row, position, bias, marks)
     return None if found is None else int(found.argmax())
 
@@ -186,7 +182,7 @@ def verified(
     fed: list[int], chosen: list[int | None], position: int, last: int, stops: tuple[int, ...]
 ) -> list[tuple[int | None, int]]:
     """The tokens of a verifying step that count, with their flags. `fed`: the newest token, at `position`, and its
-    draft; `chosen`: what each of them is followed by, None without a finite score; `last`: where the last may stand."""
+    draft; `chosen`: each one's successor, None without a finite score; `last`: where the last may stand."""
     found: list[tuple[int | None, int]] = []
     for at, token in enumerate(chosen):
         flags = NO_TOKEN if token is None else STOPPED if token in stops else 0
@@ -198,8 +194,8 @@ def verified(
 
 
 def looked_up(ids: list[int], count: int) -> list[int]:
-    """Prompt lookup: what followed the longest run of the newest four to two tokens that came before, of those the most
-    recent, over and over where that reaches the end; `count` tokens, or none."""
+    """Prompt lookup: what followed the most recent of the longest earlier runs of the newest four to two tokens,
+    repeated where that reaches the end; `count` tokens, or none."""
     newest = len(ids) - 1
     for length in (4, 3, 2):
         for end in range(newest - 1, length - 2, -1):

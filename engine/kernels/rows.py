@@ -1,4 +1,4 @@
-"""Wrappers of `change`, `pick` and `finish`: the state of a batch's rows at fixed addresses, and how it moves from step
+"""Wrappers of `change`, `pick` and `finish`: the state of a batch's rows at fixed addresses and its changes from step
 to step."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CHANGE_THREADS, _PICK_THREADS, _PICK_EACH, _FINISH_THREADS = 128, 256, 16, 512
 
 @dataclass(frozen=True, slots=True)
 class RowStates:
-    """State of all rows. A step advances the first of them."""
+    """A step advances the first rows."""
 
     token: torch.Tensor  # int32 [rows]: fed by the next step
     position: torch.Tensor  # int32 [rows]: of that token; -1 is an idle row
@@ -39,14 +39,11 @@ class RowStates:
     best: torch.Tensor  # int64 [rows], zero between steps
 
     def first(self, rows: int) -> RowStates:
-        """The same memory for fewer rows."""
         return RowStates(*(getattr(self, field.name)[:rows] for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entering:
-    """A row that enters."""
-
     index: int  # among the row states
     token: int  # to be fed
     position: int  # of that token
@@ -59,7 +56,6 @@ class Entering:
     pages: Sequence[int] = ()
 
     def words(self) -> list[int]:
-        """Returns the words that `change` reads."""
         return [
             ENTER,
             self.index,
@@ -78,7 +74,6 @@ class Entering:
 
 
 def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
-    """Changes as `change` reads them: where each begins, then all of them."""
     offsets, at = [], len(told)
     for one in told:
         offsets.append(at)
@@ -88,15 +83,11 @@ def packed_words(told: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Ring in which `finish` reports to the host."""
-
     number: torch.Tensor  # int32 [1]: of the last step
     ring: torch.Tensor  # int64 [entries, rows], pinned: number << 32 | flags << 24 | token
 
 
 def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
-    """State of idle rows of at most `pages` pages each."""
-
     def integers(*size: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(size, value, dtype=dtype, device=device)
 
@@ -116,8 +107,7 @@ def allocate(rows: int, pages: int, device: torch.device) -> RowStates:
 
 
 def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
-    """Makes the launch of a change, whose `mail` int32 is laid out as in `rows.cu`. For one change; `times` makes it
-    one for more."""
+    """Applies one change (`times`: several), whose `mail` int32 is laid out as in `rows.cu`."""
     values: dict[str, Argument] = {
         "mail": mail,
         "token": states.token,
@@ -137,7 +127,6 @@ def change(library: Kernels, states: RowStates, mail: torch.Tensor) -> Launch:
 
 
 def times(launch: Launch, changes: int) -> Launch:
-    """Repeats `change` for several changes, of which no two are of the same row."""
     return replace(launch, shape=replace(launch.shape, grid=(changes, 1, 1)))
 
 
@@ -160,7 +149,6 @@ def pick(library: Kernels, logits: ProductParts, states: RowStates) -> Launch:
 
 
 def finish(library: Kernels, states: RowStates, report: Report) -> Launch:
-    """Takes the chosen tokens over into the state and reports them."""
     values: dict[str, Argument] = {
         "best": states.best,
         "token": states.token,

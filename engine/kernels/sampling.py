@@ -1,5 +1,5 @@
-"""Wrapper of `sampling`: the four launches between `head` and `advance` that choose by every parameter there is, and
-the state they live in. A row that needs none of it is left to the head.
+"""Wrapper of `sampling`: the four launches between `head` and `advance` that choose by every parameter, and their
+state. The head serves a row that needs none of it.
 
 Order and ties are those of `engine.sampling.sampler`: bias, penalties, barred tokens, temperature, top_k, top_p, min_p,
 a draw.
@@ -31,8 +31,6 @@ _BOUNDS = 256  # multiprocessors, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledRow:
-    """The parameters of one row that the head cannot serve."""
-
     temperature: float  # 0 is greedy
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
@@ -46,21 +44,19 @@ class SampledRow:
     marked: bool = False  # whether it has penalties or barred tokens
 
     def within_top(self, most: int) -> bool:
-        """Whether it draws from so few of its likeliest tokens, and needs no more than the model's logits of them."""
+        """Whether the row needs no more than the model's logits of its `most` likeliest tokens."""
         return self.temperature > 0 and 0 < self.top_k <= most and not (self.biased or self.marked)
 
     @property
     def heat(self) -> float:
-        """The temperature as a divisor; 0 is greedy."""
         return max(self.temperature, COLDEST) if self.temperature > 0 else 0.0
 
     @property
     def floor(self) -> float:
-        """The least log-weight that min_p keeps, in float32."""
         return float(torch.tensor(self.min_p, dtype=torch.float32).log())
 
     def packed(self, bias: int = 0, marks: int = 0) -> bytes:
-        """As the kernels read it; the addresses of its tables, where it has tables of its own."""
+        """The row as the kernels read it. `bias`, `marks`: addresses of its own tables, if any."""
         filtered = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
         uses = _ON | _BIASED * self.biased | _MARKED * self.marked | _FILTERED * filtered
         return _ROW.pack(
@@ -81,7 +77,7 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """State of a batch's rows at fixed addresses. Rows, heat, bias and marks are set by the host between launches."""
+    """The host sets rows, heat, bias and marks between launches."""
 
     rows: torch.Tensor  # int32 [batch, 16]: packed; zeros leave the row to the head
     heat: torch.Tensor  # float32 [batch]: the temperature that the head draws with
@@ -100,29 +96,26 @@ class Sampling:
     launches: torch.Tensor  # int32 [batch]; the first counts those launches
 
     def first(self, batch: int) -> Sampling:
-        """The same memory for fewer rows."""
         return Sampling(*(getattr(self, field.name)[:batch] for field in fields(self)))
 
     def place(self, at: int, row: SampledRow) -> None:
-        """Gives a row to a new owner. Only owners that have bias or marks set them, apart."""
+        """Bias and marks of the new owner are set separately."""
         self.rows[at].copy_(torch.frombuffer(bytearray(row.packed()), dtype=torch.int32))
         self.heat[at].zero_()  # the head's draw would not count
 
     def leave(self, at: int, temperature: float) -> None:
-        """Leaves a row to the head."""
         self.rows[at].zero_()
         self.heat[at].fill_(temperature)
 
     def set_bias(self, at: int, biases: Iterable[tuple[int, float]]) -> None:
-        """Bias of the tokens named; of the others none."""
+        """Clears the bias of all other tokens."""
         write_bias(self.bias[at], biases)
 
     def set_marks(self, at: int, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
-        """What the row has been given and has made so far, and what it must not make yet."""
         write_marks(self.marks[at], prompt, output, barred)
 
     def rehearse(self) -> None:
-        """Does once what gives a row to an owner: torch loads a kernel at its first use, which takes milliseconds."""
+        """torch loads a kernel at its first use, which takes milliseconds."""
         self.set_bias(0, ((0, 0.0),))
         self.set_marks(0, (0,), (0,), (0,))
         self.place(0, SampledRow(temperature=1.0, top_k=1))
@@ -130,7 +123,7 @@ class Sampling:
 
 
 def write_bias(table: torch.Tensor, biases: Iterable[tuple[int, float]]) -> None:
-    """table [vocabulary] = the biases of the tokens named; of the others none."""
+    """table [vocabulary] = the biases of the tokens named; 0 for all others."""
     pairs = list(biases)
     ids = torch.tensor([token for token, _ in pairs], dtype=torch.int64, device=table.device)
     values = torch.tensor([value for _, value in pairs], dtype=torch.float32, device=table.device)
@@ -138,7 +131,6 @@ def write_bias(table: torch.Tensor, biases: Iterable[tuple[int, float]]) -> None
 
 
 def write_marks(table: torch.Tensor, prompt: Sequence[int], output: Sequence[int], barred: Sequence[int]) -> None:
-    """table [vocabulary] = what a row has been given and has made so far, and what it must not make yet."""
     given, made, never = (torch.tensor(ids, dtype=torch.int64, device=table.device) for ids in (prompt, output, barred))
     table.zero_().index_add_(0, made, torch.ones_like(made, dtype=torch.int32))
     for ids, mark in ((given, SEEN), (made, SEEN), (never, BARRED)):
@@ -146,13 +138,10 @@ def write_marks(table: torch.Tensor, prompt: Sequence[int], output: Sequence[int
 
 
 def blocks(vocabulary: int) -> int:
-    """That share a row."""
     return -(-vocabulary // (_THREADS * _EACH))
 
 
 def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
-    """Makes the state of rows that the head alone chooses."""
-
     def zeros(*size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype, device=device)
 
@@ -176,8 +165,8 @@ def allocate(batch: int, vocabulary: int, device: torch.device) -> Sampling:
 
 
 def most_top(multiprocessors: int) -> int:
-    """A top-k up to which `two_pass_top` gains: one from each of that many blocks, which leaves 1.5 tokens a block on
-    the average. Nearer to all blocks the bound falls, and the second pass grows, without an end."""
+    """The top-k up to which `two_pass_top` gains: 1.5 tokens a block on average. Nearer to a token for each block the
+    bound falls and the second pass grows without an end."""
     return multiprocessors * 10 // 13
 
 

@@ -1,8 +1,8 @@
-"""Wrappers of `accept`, `lookup`, `replay`: a verifying step's end, and the draft of the next one; and of `follow`,
-`guess`, `drafted`: a draft model's guesses, in front of the step that verifies them.
+"""Wrappers of `accept`, `lookup`, `replay`: a verifying step's end and the next draft; and of `follow`, `guess`,
+`drafted`: a draft model's guesses before the step that verifies them.
 
-A verifying step feeds a sequence's newest token and a draft of those after it as rows side by side. Rows are laid out
-for the longest draft; a step verifies the first of them, as many as it was made for, and leaves the others alone.
+A verifying step feeds a sequence's newest token and its draft as rows side by side: of the rows laid out for the
+longest draft, the first ones that it was made for.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ _THREADS, _DRAFT_THREADS = 1024, 256
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Sequences as verifying steps move them on."""
-
     newest: torch.Tensor  # int32 [sequences]: position of the newest token, which is fed next; -1: none, or at its end
     held: torch.Tensor  # int32 [sequences]: tokens that its pages have room for
     last_position: torch.Tensor  # int32 [sequences]: a token placed there is the last
@@ -36,13 +34,11 @@ class Verified:
 
     @property
     def laid(self) -> int:
-        """Rows that are laid out for each sequence."""
+        """Rows laid out for each sequence."""
         return self.token.shape[0] // self.newest.shape[0]
 
 
 def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: torch.device) -> Verified:
-    """Makes the state of sequences, all of them free."""
-
     def integers(*size: int, value: int = 0) -> torch.Tensor:
         return torch.full(size, value, dtype=torch.int32, device=device)
 
@@ -60,7 +56,7 @@ def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: tor
 
 
 def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, group: int) -> Launch:
-    """Takes what rows have chosen, `group` a sequence, over into the state as far as the next row was fed it."""
+    """Moves the tokens chosen for `group` rows a sequence into the state, as far as the next row was fed them."""
     sequences = state.newest.shape[0]
     values: dict[str, Argument] = {
         "best": choice.best,
@@ -82,20 +78,17 @@ def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, 
 
 
 def lookup(library: Kernels, state: Verified, places: RowPages, first: FirstNorm) -> Launch:
-    """Lays out the newest token of each sequence and what followed its last few tokens when they came before."""
+    """Drafts what followed an earlier occurrence of a sequence's last few tokens."""
     return _propose(library, "lookup", state, places, first, {})
 
 
 @dataclass(frozen=True, slots=True)
 class Future:
-    """What a draft for measurements knows."""
-
     ids: torch.Tensor  # int32, as the history
     chance: float  # that it is right, at each place
 
 
 def replay(library: Kernels, state: Verified, places: RowPages, first: FirstNorm, future: Future) -> Launch:
-    """As `lookup`, from the future."""
     return _propose(
         library, "replay", state, places, first, {"future": future.ids, "chance": round(future.chance * (1 << 24))}
     )
@@ -119,7 +112,7 @@ def _propose(
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """A draft model's rows, two for each sequence, and what it has guessed."""
+    """Has two rows for each sequence."""
 
     choice: Choice
     places: RowPages
@@ -128,14 +121,13 @@ class Guessing:
 
 
 def follow(library: Kernels, state: Verified, own: Guessing) -> Launch:
-    """Lays out the two newest tokens of each sequence for the draft model's first step."""
+    """Lays out each sequence's two newest tokens for the draft model's first step."""
     kernel = library.kernel("draft", "follow", _draft_defines(state, own))
     values = _stand(state) | _history(state) | _draft_values(own)
     return prepare(kernel, Shape((2 * state.newest.shape[0], 1, 1), _DRAFT_THREADS), values)
 
 
 def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: int) -> Launch:
-    """Takes guess `number` over, which a step of `rows` rows a sequence has made, and lays it out for the next step."""
     kernel = library.kernel("draft", "guess", _draft_defines(state, own))
     more: dict[str, Argument] = {"guesses": own.guesses, "rows": rows, "number": number}
     return prepare(
@@ -146,7 +138,7 @@ def guess(library: Kernels, state: Verified, own: Guessing, rows: int, number: i
 def drafted(
     library: Kernels, state: Verified, places: RowPages, first: FirstNorm, own: Guessing, rows: int, count: int
 ) -> Launch:
-    """As `lookup`, from `count` guesses; the last was made by a step of `rows` rows a sequence, and not taken over."""
+    """Drafts `count` guesses; a step of `rows` rows a sequence made the last, not yet taken over."""
     more: dict[str, Argument] = {"best": own.choice.best, "guesses": own.guesses, "rows": rows, "count": count}
     return _propose(library, "drafted", state, places, first, more)
 

@@ -1,5 +1,5 @@
-"""How a matrix product is spread over blocks and warps. Depends on the matrix and the GPU, never on the batch, so that
-sums keep their order whatever the number of rows.
+"""Division of a matrix product among blocks and warps. It depends on the matrix and the GPU, never on the batch, so
+that sums keep their order whatever the number of rows.
 
 Terms as in `gemv.cuh`: a unit is 64 bytes of a row, a tile eight rows, a segment the columns of a row that are copied
 at once, a stage one segment of one tile.
@@ -25,8 +25,6 @@ MOST_STAGES = 31
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Division of a product among blocks."""
-
     warps: int  # consumers of a block; they split the columns of a segment
     depth: int  # units of a segment a warp has
     block_tiles: int
@@ -42,7 +40,6 @@ class Tiling:
         return self.warps * 32 + 32
 
     def defines(self) -> dict[str, int]:
-        """As the sources name them."""
         return {
             "OP_WARPS": self.warps,
             "OP_DEPTH": self.depth,
@@ -59,7 +56,7 @@ def units(matrix: Matrix) -> int:
 
 
 def stage_bytes(matrix: Matrix, warps: int, depth: int) -> int:
-    """What a stage takes of shared memory: eight rows, padded, and their scales."""
+    """Shared memory of a stage: eight rows, padded, and their scales."""
     span = min(units(matrix), warps * depth)
     if matrix.format is Format.INT8_TILES:
         return span * 512
@@ -69,7 +66,6 @@ def stage_bytes(matrix: Matrix, warps: int, depth: int) -> int:
 
 
 def shared_bytes(matrix: Matrix, how: Tiling) -> int:
-    """Dynamic shared memory of a block."""
     return how.ring * stage_bytes(matrix, how.warps, how.depth)
 
 
@@ -100,7 +96,6 @@ def divide(matrix: Matrix, warps: int) -> tuple[int, int]:
 
 
 def blocks(matrix: Matrix, how: Tiling) -> int:
-    """Blocks of the grid."""
     return _ceil(_ceil(matrix.rows, 8), how.block_tiles)
 
 

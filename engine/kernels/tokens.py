@@ -1,5 +1,4 @@
-"""Wrappers of `head`, `two_pass_head`, `advance`, `start`, `take`: from the last residual to the next token, and on to
-the next step."""
+"""Wrappers of `head`, `two_pass_head`, `advance`, `start`, `take`: from the last residual to the next step."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ _THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How each row chooses its token."""
-
     temperature: torch.Tensor  # float32 [batch]; 0 is greedy
     noise_key: torch.Tensor  # int64 [batch]: `engine.sampling.noise.seed_key`
     best: torch.Tensor  # int64 [batch], zero between steps
@@ -35,8 +32,6 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What `advance` moves on, and where it reports."""
-
     token: torch.Tensor  # int32 [batch]: being fed
     last_position: torch.Tensor  # int32 [batch]: a token placed there is the row's last
     stops: torch.Tensor  # int32 [batch, 8]: tokens that end the row, -1 for none
@@ -64,7 +59,7 @@ def head(library: Kernels, x: Normed, matrix: Matrix, choice: Choice, places: Ro
 
 @dataclass(frozen=True, slots=True)
 class TwoPasses:
-    """The head and its coarse copy, each with its division; both have as many warps."""
+    """Both divisions have the same number of warps."""
 
     plain: Matrix
     plain_tiling: Tiling  # as `head` has it: it is part of the order of its sums
@@ -73,31 +68,31 @@ class TwoPasses:
 
     @property
     def ring_bytes(self) -> int:
-        """Shared memory that the passes use one after the other."""
+        """Shared memory that both passes use in turn."""
         return max(
             tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling),
             self.plain_ring * tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth),
         )
 
     def shared_bytes(self, batch: int) -> int:
-        """Dynamic shared memory of a block: the ring, and an upper bound of each of its rows."""
+        """Dynamic shared memory: the ring, and an upper bound of each row."""
         return self.ring_bytes + batch * self.coarse_tiling.block_tiles * 8 * 4
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid: no more than the GPU has multiprocessors."""
+        """No more than the GPU has multiprocessors."""
         return tiling.blocks(self.coarse.matrix, self.coarse_tiling)
 
     @property
     def plain_ring(self) -> int:
-        """Stages of the second pass: what fits where the first had its own, a tile at the least."""
+        """Stages that fit where the first pass had its own, but at least a tile."""
         size = tiling.stage_bytes(self.plain, self.plain_tiling.warps, self.plain_tiling.depth)
         fits = tiling.shared_bytes(self.coarse.matrix, self.coarse_tiling) // size
         return min(max(fits, 2), tiling.MOST_STAGES)
 
 
 def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
-    """As `head`, but without logits."""
+    """Chooses as `head`, but without logits."""
     values: dict[str, Argument] = {
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
@@ -112,7 +107,6 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
 def two_pass_launch(
     library: Kernels, name: str, x: Normed, both: TwoPasses, values: dict[str, Argument], **more: int
 ) -> Launch:
-    """The launch of a head in two passes; `more`: further definitions."""
     first, second, batch = both.coarse_tiling, both.plain_tiling, x.residual.shape[0]
     if first.warps != second.warps:
         raise ValueError(f"passes of {first.warps} and {second.warps} warps")
@@ -133,15 +127,13 @@ def two_pass_launch(
 
 @dataclass(frozen=True, slots=True)
 class FirstNorm:
-    """What turns a token into the first layer's input."""
-
     table: torch.Tensor  # bfloat16 [vocabulary, hidden]
     gain: torch.Tensor  # float32 [hidden]
     target: Normed
 
 
 def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
-    """Takes the chosen tokens over into the state, reports them and embeds them."""
+    """Moves the chosen tokens into the state, reports and embeds them."""
     values: dict[str, Argument] = {
         "best": choice.best,
         "assured": choice.assured,
@@ -160,7 +152,6 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
 
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
-    """Embeds the tokens that the host has put into the state."""
     values = {"token": progress.token, "position": places.position, **embedding(first)}
     kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()
@@ -168,21 +159,18 @@ def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNo
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Tokens of prompts that have passed the last layer."""
-
     residual: torch.Tensor  # float32 [tokens, hidden]
     place: torch.Tensor  # int32; its first is how many count
 
 
 def take(library: Kernels, fed: Fed, gain: torch.Tensor, target: Normed) -> Launch:
-    """target, of one row = the last token that counts, as the head wants it."""
+    """target = the last token that counts, as one row for the head."""
     values: dict[str, Argument] = {"chunk": fed.residual, "place": fed.place, "gain": gain, **_stream(target)}
     kernel = library.kernel("advance", "take", {"OP_COLUMNS": fed.residual.shape[1]})
     return prepare(kernel, Shape((1, 1, 1), _THREADS), values).alone()
 
 
 def embedding(first: FirstNorm) -> dict[str, torch.Tensor]:
-    """Arguments that locate a layout's input and output."""
     return {"table": first.table, "gain": first.gain, **_stream(first.target)}
 
 

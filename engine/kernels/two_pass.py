@@ -1,5 +1,5 @@
-"""The head in two passes: a coarse copy of it that is read whole, and bounds that say which of its rows must be
-multiplied again to find the one that the plain head finds, key for key. `two_pass_head.cu` does it.
+"""The head in two passes (`two_pass_head.cu`): it reads a coarse copy whole, and multiplies again only the rows that by
+their bounds may be the one that the plain head finds, key for key.
 
 For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / root mean square, the same number in both:
 
@@ -7,12 +7,12 @@ For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / roo
     |plain - coarse| ≤ (‖w - s·q‖ + γ·‖w‖ + γ·‖s·q‖) · ‖x‖ · f
 
 The first term is exact arithmetic's (Cauchy-Schwarz). γ bounds what float32 adds to either sum, relative to Σ |w·x| ≤
-‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, cuts
-them below, and cuts the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at
-most 18 · 2^-22 of the sum of magnitudes; a warp chains no more than its share of the columns / 32 of them (a lane's
-eight columns go to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24
-each, with the three roundings of f and s, stay below 2^-19. What numbers below the normal ones lose stands in the
-kernel, as do the sums too large to be bounded. Neither pass rounds its result to fewer bits than float32.
+‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, and
+cuts them and the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at most 18 ·
+2^-22 of the sum of magnitudes; a warp chains at most its share of the columns / 32 of them (a lane's eight columns go
+to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24 each, with the three
+roundings of f and s, stay below 2^-19. The kernel accounts for what numbers below the normal ones lose, and for sums
+too large to be bounded. Neither pass rounds its result to fewer bits than float32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _LEAST = 1e-20  # what squares too small for float32 may hide of a norm
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CoarseCopy:
-    """A matrix in eight bits, and how far its products may be off."""
-
     matrix: Matrix  # INT8_TILES, whole tiles of eight rows
     margins: torch.Tensor  # int32 [rows]: bf16 scale below, above it bf16 bound for an activation of length 1
 
@@ -44,7 +42,6 @@ class CoarseCopy:
 
 
 def why_not(head: Matrix) -> str | None:
-    """Why two passes would gain nothing over one, or None."""
     if head.format is not Format.BF16:
         return f"the head is {head.format.name.lower()} already: a copy in eight bits would be no smaller"
     if head.columns % _SPAN:
@@ -59,18 +56,15 @@ def why_not(head: Matrix) -> str | None:
 
 
 def copy_bytes(head: Matrix) -> int:
-    """What `coarse_copy` will take."""
     return -(-head.rows // 8) * 8 * head.columns + 4 * head.rows
 
 
 def gamma(columns: int, warps: int) -> float:
-    """See the module's text."""
     return (-(-columns // (32 * warps)) + 1) * 18 * 2.0**-22 + 2.0**-19
 
 
 def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
-    """Copies a plain bfloat16 matrix whose products `warps` warps share. A row with a value that is no number has no
-    bound, so it is always multiplied again."""
+    """`warps` share a product. A row with a value that is no number has no bound: it is always multiplied again."""
     rows, columns, device = head.rows, head.columns, head.data.device
     data = torch.zeros(-(-rows // 8), columns // _SPAN, 32, 16, dtype=torch.int8, device=device)
     margins = torch.empty(rows, dtype=torch.int32, device=device)
@@ -97,7 +91,7 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
 
 
 def coarse_rows(copy: CoarseCopy) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a copy holds: float64 q [rows, columns], scale and bound [rows]."""
+    """float64 q [rows, columns], scale and bound [rows]."""
     rows, columns = copy.margins.shape[0], copy.matrix.columns
     q = copy.matrix.data.view(-1, columns // _SPAN, 8, 4, 16).permute(0, 2, 1, 3, 4).reshape(-1, columns)[:rows]
     scale = (copy.margins << 16).view(torch.float32)
@@ -110,7 +104,7 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded_up(values: torch.Tensor) -> torch.Tensor:
-    """Non-negative float32 to the next bfloat16 that is no smaller; beyond its range infinity."""
+    """Rounds non-negative float32 up to bfloat16; beyond its range to infinity."""
     bits = values.view(torch.int32)
     return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 

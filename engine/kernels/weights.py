@@ -19,7 +19,7 @@ _SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)  # of a word's eight columns
 
 
 class Format(IntEnum):
-    """As `formats.cuh` numbers them."""
+    """Numbered as in `formats.cuh`."""
 
     BF16 = 0
     INT8 = 1
@@ -34,8 +34,6 @@ class Format(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """What of a matrix decides how a product by it is done."""
-
     format: Format
     rows: int
     columns: int
@@ -56,18 +54,15 @@ class Matrix:
 
     @property
     def shape(self) -> MatrixShape:
-        """Shape of a matrix without its values."""
         return MatrixShape(self.format, self.rows, self.columns, self.group)
 
     @property
     def nbytes(self) -> int:
-        """Bytes a product reads."""
         parts = [part for part in (self.data, self.scales, self.row_scale) if part is not None]
         return sum(part.nbytes for part in parts)
 
 
 def why_not(weight: Dense | Int4Groups | Int8Rows) -> str | None:
-    """Why the kernels cannot multiply by this weight, or None."""
     rows, columns = weight.shape
     if isinstance(weight, Dense) and weight.weight.dtype != torch.bfloat16:
         return f"weights are {weight.weight.dtype}, the kernels read bfloat16"
@@ -82,7 +77,7 @@ def why_not(weight: Dense | Int4Groups | Int8Rows) -> str | None:
 
 
 def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
-    """The weight as the kernels read it. Raises ValueError where `why_not` objects."""
+    """Raises ValueError where `why_not` objects."""
     objection = why_not(weight)
     if objection is not None:
         raise ValueError(objection)
@@ -95,9 +90,9 @@ def to_matrix(weight: Dense | Int4Groups | Int8Rows) -> Matrix:
 
 
 def pack_int4(weight: Int4Groups) -> Matrix:
-    """Eight rows and 128 columns become 32 lanes × 4 words; word j of lane 4g + t has columns 32j + 8t + (0…7) of row
-    g, even ones in its lower half, odd ones in its upper, four bits each. A scale word is the float16 scale below and
-    the bf16 of -(128 + zero) above."""
+    """Packs eight rows and 128 columns into 32 lanes × 4 words; word j of lane 4g + t has columns 32j + 8t + (0…7) of
+    row g, even ones in its lower half, odd ones in its upper. A scale word is the float16 scale below and the bf16 of
+    -(128 + zero) above."""
     rows, columns = weight.shape
     device = weight.packed.device
     data = torch.empty(rows // 8, columns // INT4_SPAN, 32, 4, dtype=torch.int32, device=device)
@@ -128,7 +123,7 @@ def _scale_words(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize(matrix: Matrix, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows first to last, plain [last - first, columns]; both fall on tiles of eight. What `to_matrix` laid out."""
+    """Rows first to last, plain [last - first, columns], of what `to_matrix` laid out; both fall on tiles of eight."""
     if matrix.format is Format.BF16:
         return matrix.data[first:last].to(dtype)
     if matrix.format is Format.INT8:
@@ -139,7 +134,6 @@ def dequantize(matrix: Matrix, first: int, last: int, dtype: torch.dtype) -> tor
 
 
 def _dequantize_int4(matrix: Matrix, first: int, last: int) -> torch.Tensor:
-    """Tiles first to last, float32."""
     if matrix.scales is None:
         raise ValueError("an int4 matrix without scales")
     units, groups = matrix.columns // INT4_SPAN, matrix.columns // matrix.group

@@ -1,1 +1,1 @@
-"""Keys and values: pages, the prefix index over them, the shared tier beyond the device, and how many there are."""
+"""Keys and values: pages, the prefix index over them, the shared tier beyond the device, and their number."""

@@ -1,7 +1,7 @@
 """Holds keys and values of every running sequence, in pages of 16 tokens.
 
 Logically [layers, 2, pages, kv_heads, 16, head_dim]. On a CPU heads lie outside pages, so that a run of neighbouring
-pages is one matrix a head, read in place; on a GPU pages lie outside heads, as kernels and page transfers want them.
+pages is one matrix a head; on a GPU pages lie outside heads, as kernels and page transfers want them.
 
 As fp8 they are e4m3 without a scale: rounded to nearest, and to ±448 beyond. torch sees bytes, since few of its
 operations know that type.
@@ -20,7 +20,6 @@ _E4M3, _MOST = torch.float8_e4m3fn, 448.0
 
 
 def stored_as(choice: KvDtype, computed: torch.dtype) -> torch.dtype:
-    """Returns the type in which keys and values are stored, where arithmetic is in `computed`."""
     return _E4M3 if choice == "fp8" else computed
 
 
@@ -40,12 +39,11 @@ class KvShape:
     head_dim: int
 
     def page_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of one page over all layers."""
         return 2 * self.layers * self.kv_heads * PAGE_SIZE * self.head_dim * dtype.itemsize
 
 
 class KvCache:
-    """Stores keys and values. The scheduler decides which sequence owns which page."""
+    """The scheduler decides which sequence owns which page."""
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class KvCache:
         self._values = tuple(layer[1:] for layer in flat.unbind(0))
 
     def layer(self, index: int) -> torch.Tensor:
-        """Returns [2, pages, kv_heads, 16, head_dim]: keys, then values, in place."""
+        """[2, pages, kv_heads, 16, head_dim]: keys, then values, in place."""
         return self._paged[index]
 
     def write(self, index: int, slots: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -96,8 +94,8 @@ class KvCache:
         self._by_token[index].index_put_((slots // PAGE_SIZE, slots % PAGE_SIZE), values)
 
     def run(self, index: int, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots, with heads outside alone: views, where
-        they lie as arithmetic wants them."""
+        """Keys and values [1, kv_heads, count, head_dim] of neighbouring slots: views, where they lie as arithmetic
+        wants them. Only with heads outside."""
         keys, values = self._keys[index].narrow(2, first, count), self._values[index].narrow(2, first, count)
         return self._read(keys), self._read(values)
 
@@ -115,13 +113,13 @@ class KvCache:
         return _widened(held, self._computed) if self._narrow else held
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """Copies of these pages: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
+        """Copies: [pages, layers, 2, kv_heads, 16, head_dim], as they lie."""
         if self.heads_outside:
             return self._storage.index_select(3, pages).permute(3, 0, 1, 2, 4, 5)
         return self._storage.index_select(2, pages).permute(2, 0, 1, 3, 4, 5)
 
     def write_pages(self, pages: torch.Tensor, content: torch.Tensor) -> None:
-        """Writes pages; the inverse of `read_pages`."""
+        """The inverse of `read_pages`."""
         if self.heads_outside:
             self._storage.index_copy_(3, pages, content.permute(1, 2, 3, 0, 4, 5))
         else:
@@ -129,13 +127,11 @@ class KvCache:
 
     @property
     def storage(self) -> torch.Tensor:
-        """Returns the whole pool: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before
-        heads."""
+        """The whole pool: [layers, 2, kv_heads, pages, 16, head_dim] with heads outside, else pages before heads."""
         return self._storage
 
     @property
     def placement(self) -> Placement:
-        """Returns the device, and the dtype that torch sees."""
         return Placement(self._storage.dtype, self._storage.device)
 
     @property

@@ -10,7 +10,7 @@ from engine.errors import Unsupported
 
 
 def open_tier(settings: BlockSettings, layout: BlockLayout) -> tuple[BlockStore, Callable[[], TierReport]]:
-    """Returns the store, and its counts so far. Connects later. Raises Unsupported, one line."""
+    """The store, which connects later, and its counts. Raises Unsupported."""
     try:
         from cache.open.blocks import open_blocks
         from cache.open.counters import Counters

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Pages 0 … total - 1. Hands out neighbours where it can, since what is contiguous is read without a gather."""
+    """Hands out neighbours where it can, since what is contiguous is read without a gather."""
 
     def __init__(self, total: int) -> None:
         if total < 1:
@@ -28,7 +28,7 @@ class PagePool:
         return self._holders[page]
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Takes `count` pages with one holder each, right behind page `after` where those are free. All or None."""
+        """Takes `count` pages or none, right behind page `after` where those are free."""
         if count < 0:
             raise ValueError(f"cannot allocate {count} pages")
         if count > self.free:
@@ -68,15 +68,13 @@ class PagePool:
         return 0 <= page < self.total and self._holders[page] > 0
 
     def _from_largest(self, count: int) -> list[int]:
-        """Takes pages from the largest free run, leaving half of the rest for the sequence that grows towards it from
-        below."""
+        """Leaves half of the rest of the largest free run for the sequence that grows towards it."""
         length, start = self._by_size[-1]
         count = min(count, length)
         first = start if start == 0 else start + (length - count) // 2
         return self._carve(start, first, count)
 
     def _carve(self, start: int, first: int, count: int) -> list[int]:
-        """Takes up to `count` pages from `first` on, out of the free run that begins at `start`."""
         end = self._end_of[start]
         last = min(first + count, end)
         self._drop_run(start, end)

@@ -12,7 +12,7 @@ from engine.settings import PAGE_SIZE
 
 
 class PoolPages:
-    """A `PageAccess`. A page's bytes: [layers, 2, kv_heads, 16, head_dim], in the pool's dtype."""
+    """A page's bytes: [layers, 2, kv_heads, 16, head_dim], in the pool's dtype."""
 
     def __init__(self, pool: KvCache) -> None:
         self._pool = pool
@@ -39,12 +39,10 @@ class PoolPages:
         return memoryview(bytearray(size))
 
     def read(self, pages: Items[int], into: memoryview) -> None:
-        """Fills `into` with these pages."""
         with torch.inference_mode():
             self._host(into, len(pages)).copy_(self._pool.read_pages(self._indices(pages)))
 
     def write(self, pages: Items[int], source: memoryview) -> None:
-        """Fills these pages from `source`, which may be used again once this returns."""
         with torch.inference_mode():
             given = self._host(source, len(pages)).to(self._placement.device)
             self._pool.write_pages(self._indices(pages), given)

@@ -1,9 +1,9 @@
 """Indexes full pages by a chain of hashes, so that other sequences can reuse their keys and values. Owns that index,
-the users of its pages, and the order of eviction. Torch-free.
+the users of its pages, and the order of eviction.
 
 A page's hash is SHA-256 over its parent's hash and its sixteen token ids; the chain's root binds all that shapes keys
 and values, and their tenant. Equal hashes are therefore equal tokens from the first on, under one model and one tenant.
-Only full pages are shared, so none that is shared is ever written to.
+Only full pages are shared, and none of them is ever written to.
 
 A user of a page uses all before it in its chain. Unused pages stand in one list, the longest unused first, and of one
 chain the deepest first: the first of the list is always a leaf.
@@ -28,23 +28,20 @@ _SCHEMA = b"whippet prefix 1"
 
 
 def kv_identity(info: ModelInfo, layout: BlockLayout) -> bytes:
-    """Digests everything that shapes keys and values beside the request."""
     return repr((info.weights_digest, info.weight_format, info.dtype, layout)).encode()
 
 
 def chain_root(identity: bytes, partition: bytes) -> bytes:
-    """Returns the parent of first pages: of everything that shapes keys and values, and of their partition."""
+    """The parent of first pages."""
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in (_SCHEMA, identity, partition))).digest()
 
 
 def page_hash(parent: bytes, token_ids: Items[int]) -> bytes:
-    """Returns the hash of the page with these sixteen tokens behind `parent`. struct.error where one is no token id."""
+    """Hashes sixteen tokens behind `parent`. struct.error where one is no token id."""
     return sha256(parent + _PAGE.pack(*token_ids)).digest()
 
 
 class PrefixIndex:
-    """Gives pages out and takes them back, keeping what may be of use again."""
-
     def __init__(self, pool: PagePool, identity: bytes = b"", enabled: bool = True) -> None:
         self._pool = pool
         self._identity = identity
@@ -63,11 +60,11 @@ class PrefixIndex:
 
     @property
     def kept(self) -> int:
-        """Returns how many unused pages are kept until their room is needed."""
+        """Unused pages, kept until their room is needed."""
         return len(self._idle)
 
     def set_enabled(self, enabled: bool) -> None:
-        """Off: nothing is found or kept any more, and what was kept is dropped."""
+        """Off: nothing is found or kept any more, and kept pages are dropped."""
         self._enabled = enabled
         if not enabled:
             self._term += 1
@@ -76,7 +73,7 @@ class PrefixIndex:
     # Pages
 
     def allocate(self, count: int, after: int | None = None) -> list[int] | None:
-        """Allocates as `PagePool.allocate`, evicting unused pages where free ones do not suffice."""
+        """Evicts unused pages where free ones do not suffice."""
         if count > self.room:
             return None
         lacking = count - self._pool.free
@@ -89,8 +86,7 @@ class PrefixIndex:
         return self._pool.allocate(count, after)
 
     def reclaimable(self, sequences: Items[Sequence], besides: Items[PrefixPage]) -> int:
-        """Returns by how many pages `room` would grow if these gave all of theirs back, not counting those in
-        `besides`."""
+        """The pages by which `room` would grow if these gave all of theirs back, except those in `besides`."""
         if not sequences:
             return 0
         own = 0
@@ -104,24 +100,24 @@ class PrefixIndex:
         return own + sum(count == page.users for page, count in uses.items())
 
     def idle(self, pages: Items[PrefixPage]) -> int:
-        """Returns how many of them have no user, and count as room until they get one."""
+        """How many have no user, and count as room until they get one."""
         return sum(not page.users for page in pages)
 
     # Prefixes
 
     def find(self, sequence: Sequence) -> list[PrefixPage]:
-        """Returns the longest known chain of pages that a sequence without any may begin with. Its last token is left
-        out: it must be computed in order to know what comes next."""
+        """The longest known chain with which a sequence without pages may begin. Leaves out its last token, which must
+        be computed."""
         return self._known_from(sequence, 0)
 
     def begin(self, sequence: Sequence, found: Items[PrefixPage]) -> None:
-        """Starts a sequence with the pages that were found. What else it needs is to be allocated afterwards."""
+        """Other pages are to be allocated afterwards."""
         sequence.prefix.term = self._term
         if found:
             self._use(sequence, found)
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Takes pages that others computed meanwhile in place of its own that are still empty."""
+        """Replaces its own empty pages by those that others computed meanwhile."""
         if not self._open(sequence) or sequence.computed != len(sequence.prefix.pages) * PAGE_SIZE:
             return
         found = self._known_from(sequence, len(sequence.prefix.pages))
@@ -136,14 +132,14 @@ class PrefixIndex:
         self._pool.release(rest[: len(found)])
 
     def next_page(self, sequence: Sequence) -> bytes | None:
-        """Returns the hash of the page that it computes next, where others may begin with that."""
+        """The page that it computes next, if others may begin with that."""
         place = sequence.computed // PAGE_SIZE
         shared = place < (len(sequence.token_ids) - 1) // PAGE_SIZE and self._open(sequence)
         return sequence.prefix.hashes[place] if shared and self._hash(sequence, place + 1) else None
 
     def note(self, sequence: Sequence) -> None:
-        """Indexes the sequence's full pages. Where an equal page is indexed already, the sequence uses that one as
-        well, so that its successors do not outlive it."""
+        """Where an equal page is indexed already, the sequence uses that one as well, so that its successors do not
+        outlive it."""
         prefix = sequence.prefix
         full = sequence.computed // PAGE_SIZE
         if len(prefix.pages) >= full or not self._open(sequence) or not self._hash(sequence, full):
@@ -160,7 +156,7 @@ class PrefixIndex:
             prefix.pages.append(page)
 
     def release(self, sequence: Sequence, sound: bool = True) -> None:
-        """Takes all pages of a sequence back. Not `sound`: what it computed is not to be used by anyone."""
+        """Not `sound`: what it computed must not be used."""
         pages = sequence.prefix.pages
         if not sound:
             self._forget(sequence.prefix.made)
@@ -171,8 +167,8 @@ class PrefixIndex:
         sequence.prefix.made = []
 
     def let_go(self, sequence: Sequence) -> bool:
-        """Releases shared pages that equal the sequence's own, as where two sequences computed the same at the same
-        time. It keeps its own, and its chain no longer grows. Returns False where there are none."""
+        """Releases shared pages that equal the sequence's own, computed at the same time. Its chain no longer grows.
+        False where there are none."""
         prefix = sequence.prefix
         pairs = zip(sequence.pages, prefix.pages, strict=False)
         first = next((place for place, (number, page) in enumerate(pairs) if number != page.number), None)
@@ -188,7 +184,7 @@ class PrefixIndex:
         return True
 
     def chain(self, sequence: Sequence) -> list[bytes]:
-        """Returns the hashes of all full pages that a sequence may begin with; none where it may share nothing."""
+        """Hashes of all full pages with which a sequence may begin, if it may share any."""
         count = (len(sequence.token_ids) - 1) // PAGE_SIZE
         if not self._reads(sequence) or not self._hash(sequence, count):
             return []
@@ -204,7 +200,7 @@ class PrefixIndex:
 
     def adopt(self, chain: Items[bytes], fill: Callable[[list[int], list[int]], None]) -> int:
         """Adds the unknown pages of a chain, filled by `fill(places in the chain, pages)`, as far as there is room
-        beside the chain itself. Returns how many were added."""
+        beside it; returns their number."""
         missing = [place for place, digest in enumerate(chain) if digest not in self._known]
         if not self._enabled or not missing:
             return 0
@@ -229,7 +225,7 @@ class PrefixIndex:
         return self._enabled and not sequence.request.bypass_prefix and sequence.prefix.term == self._term
 
     def _reads(self, sequence: Sequence) -> bool:
-        """Whether it may begin with pages of others. One whose prompt is scored has to compute every position."""
+        """Whether it may begin with pages of others: a scored prompt has to compute every position."""
         request = sequence.request
         return self._enabled and not request.bypass_prefix and request.prompt_logprobs is None
 
@@ -247,7 +243,6 @@ class PrefixIndex:
         return found
 
     def _hash(self, sequence: Sequence, count: int) -> bool:
-        """Whether the first `count` pages have their hashes now."""
         hashes, ids = sequence.prefix.hashes, sequence.token_ids
         if len(hashes) >= count:
             return True
@@ -291,7 +286,7 @@ class PrefixIndex:
                 self._idle.move_to_end(page)
 
     def _forget(self, pages: Collection[PrefixPage]) -> None:
-        """Removes pages from the index; those without users are free at once."""
+        """Pages without users are free at once."""
         gone = [page for page in pages if page.indexed]
         for page in gone:
             del self._known[page.hash]

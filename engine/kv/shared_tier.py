@@ -1,8 +1,8 @@
 """Fetches keys and values from the shared tier, and hands over what is to be kept. Owns the fetches under way, the
-sequences that wait for them, and what is still to be written. Torch-free.
+sequences that wait for them, and unwritten runs.
 
-A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. What arrives
-goes into the prefix index, where the waiting sequence finds it like any other page.
+A run is several full pages and begins on a multiple of its length, so that all engines cut a prompt alike. Fetched runs
+go into the prefix index, where the waiting sequence finds them like any other page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ MEASURED = 128  # tokens; a shorter prefill says little about the rate of long o
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """Runs on their way, and the sequences that wait for them."""
-
     partition: str
     chain: list[bytes]  # page hashes from the first page on to the end of the last run
     runs: list[BlockRun]
@@ -41,7 +39,6 @@ class _Fetch:
 
     @property
     def pages_before(self) -> int:
-        """Returns how many pages of the chain precede the first run."""
         return len(self.chain) - sum(run.tokens for run in self.runs) // PAGE_SIZE
 
 
@@ -74,7 +71,7 @@ class BlockTier:
         self._pending: deque[_Keep] = deque()
 
     def set_enabled(self, enabled: bool) -> None:
-        """Off: nothing is fetched or written. What is under way ends as it would."""
+        """Off: nothing is fetched or written. What is under way goes on."""
         self._enabled = enabled
         if not enabled:
             self._pending.clear()
@@ -82,7 +79,7 @@ class BlockTier:
     # Reading
 
     def ask(self, sequence: Sequence) -> bool:
-        """Whether the sequence should wait for a fetch, which then is under way: `arrived` will name it."""
+        """Whether the sequence should wait for a fetch, now under way: `arrived` will name it."""
         if not self._enabled or sequence.prompt_length <= self._store.run_tokens:
             return False
         chain = self._index.chain(sequence)
@@ -100,8 +97,8 @@ class BlockTier:
         return True
 
     def arrived(self) -> list[int]:
-        """Returns the keys of sequences that need not wait any longer. Takes runs in for some milliseconds a call, so
-        that a step is not held up."""
+        """Keys of sequences that need not wait. Takes in runs for some milliseconds a call, so that no step is held
+        up."""
         done: list[int] = []
         now = self._clock()
         while self._fetches and self._clock() < now + TAKE_IN:
@@ -129,7 +126,6 @@ class BlockTier:
             fetch.waiting.pop(key, None)
 
     def _join(self, sequence: Sequence, chain: list[bytes], runs: list[BlockRun], until: float) -> None:
-        """Waits with others for the same head, or queues a fetch of its own."""
         for fetch in self._fetches:
             if fetch.runs[0].hash == runs[0].hash:
                 fetch.waiting[sequence.key] = until
@@ -146,7 +142,6 @@ class BlockTier:
         fetch.coming = self._store.fetch(fetch.partition, fetch.runs, fetch.buffers, within)
 
     def _take_in(self, fetch: _Fetch, fetched: Fetched) -> bool:
-        """Indexes one more run; False once there is none left."""
         if fetch.taken >= fetched.runs:
             return False
         start = fetch.pages_before + fetch.taken * self._per_run
@@ -169,7 +164,6 @@ class BlockTier:
     # Writing
 
     def begun(self, sequence: Sequence) -> None:
-        """Records the first token of a sequence: its prompt was used, and its speed is known."""
         self._measure(sequence)
         if not self._enabled or sequence.prompt_length < self._store.run_tokens:
             return
@@ -185,7 +179,7 @@ class BlockTier:
                 self._pending.append(_Keep(partition, run, hashes))
 
     def spare(self) -> bool:
-        """Hands one run over to be written, where one is due; whether there are more."""
+        """Hands over one run, where one is due; whether there are more."""
         if self._pending:
             due = self._pending.popleft()
             pages = [page.number for digest in due.hashes if (page := self._index.known(digest)) is not None]
@@ -196,7 +190,6 @@ class BlockTier:
         return bool(self._pending)
 
     def close(self) -> None:
-        """Ends the store's threads."""
         self._store.close()
 
     def _measure(self, sequence: Sequence) -> None:

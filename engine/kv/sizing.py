@@ -19,8 +19,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Room for sequences. `lacking` states what a whole context of the model would take, where there is no room for one
-    and no setting asked for less."""
+    """`lacking` states what a whole context would take, where it has no room and no setting asked for less."""
 
     pages: int
     max_context: int  # tokens
@@ -37,9 +36,8 @@ def make_room(
     free_bytes: int,
     beside: int = 0,
 ) -> Room:
-    """Returns pages for `sequences` of the longest context, as far as a share of the `free_bytes` of the device's
-    memory allows, unless the settings give bytes. `beside`: what a draft model keeps for each page, in bytes. Raises
-    Unsupported."""
+    """Pages for `sequences` of the longest context, within a share of `free_bytes` unless the settings give bytes.
+    `beside`: bytes that a draft model keeps for each page. Raises Unsupported."""
     wanted = settings.max_context
     if wanted is not None and wanted > model_context:
         raise Unsupported(f"max_context {wanted}: the model was made for {model_context} tokens; ask for no more")
@@ -65,7 +63,6 @@ def make_room(
 
 
 def _share(free: int, placement: Placement, whole: int) -> int:
-    """`whole`: bytes for one sequence of the longest context."""
     if placement.device.type == "cuda":
         return max(int(free * CUDA_SHARE) - CUDA_KEPT, 0)
     return max(min(CPU_MOST, int(free * CPU_SHARE)), min(whole, int(free * CPU_ONE_SHARE)))

@@ -36,16 +36,12 @@ class Placement:
 
     @property
     def activations(self) -> Placement:
-        """Placement of linears' inputs and outputs, and of keys and values. Float32 on a CPU whatever the weights are,
-        so that the order of a sum never becomes a visible difference."""
+        """Float32 on a CPU whatever the weights are, so that the order of a sum never becomes a visible difference."""
         return Placement(torch.float32, self.device) if self.device.type == "cpu" else self
 
     def matrix(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns an empty weight [rows, columns].
-
-        In float32 on a CPU its columns are contiguous: products with one row, and with eight, are then faster
-        (docs/measurements/engine-cpu.md).
-        """
+        """In float32 on a CPU columns are contiguous: products with one row, and with eight, are then faster
+        (docs/measurements/engine-cpu.md)."""
         if self.device.type == "cpu" and self.dtype == torch.float32:
             return torch.empty(columns, rows, dtype=self.dtype).t()
         return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
@@ -53,8 +49,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """Names that one linear is read from, and its shape."""
-
     prefixes: tuple[str, ...]
     out_features: tuple[int, ...]  # one a prefix
     in_features: int
@@ -65,7 +59,7 @@ LinearLoader = Callable[[TensorSource, Projection, Placement], Linear]
 
 
 class DenseLinear:
-    """Weights as plain numbers [out, in]. `products`: how a CPU multiplies them if they have 16 bits."""
+    """Weights [out, in]. `products`: how a CPU multiplies them if they have 16 bits."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, products: CpuProducts | None = None

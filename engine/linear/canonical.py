@@ -13,8 +13,6 @@ _ROWS_AT_ONCE = 1024  # bounds the plain copy
 
 
 class CanonicalLinear:
-    """Products by tiles of dequantized rows, in the type of the activations."""
-
     def __init__(self, weight: Narrow, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias  # float32 [rows]

@@ -1,7 +1,8 @@
-"""Products of many tokens with plain weights on a GPU, each by the algorithm of cuBLASLt that took the least time.
+"""Multiplies many tokens by plain weights on a GPU, each product by the fastest algorithm of cuBLASLt.
 
-The library's own choice stays unless another is clearly faster. What was chosen once on a GPU, with a version of the
-library, is kept beside the compiled kernels: a server that is started again rounds as it did before."""
+The library's own choice stays unless another is clearly faster. Choices are kept beside the compiled kernels, so that a
+server that is started again rounds as it did before.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class _Chosen:
 
 
 class ChosenProducts:
-    """Chooses products for the weights given, by shape. Without the library or without a GPU: torch's product."""
+    """Chooses by shape. Without the library or without a GPU: torch's product."""
 
     def __init__(self, linears: Iterable[DenseLinear] = (), folder: Path | None = None) -> None:
         self._weights: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -52,8 +53,8 @@ class ChosenProducts:
             self._kept = folder / self._cublas.name
 
     def multiply(self, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so it may not be part of a
-        capture, and on a GPU the current stream is one that captures can be made on."""
+        """Computes out = x · weightᵀ. The first of a shape is timed in graphs of its own, so not within a capture, and
+        on a GPU on a stream that can capture."""
         product = CublasProduct(x.shape[0], *weight.shape)
         if product not in self._known:
             self._known[product] = self._choose(product, x, out)
@@ -64,7 +65,7 @@ class ChosenProducts:
             self._cublas.multiply(chosen.prepared, chosen.algorithm, weight, x, out)
 
     def _choose(self, product: CublasProduct, x: torch.Tensor, out: torch.Tensor) -> _Chosen | None:
-        """Returns None for torch's."""
+        """None stands for torch's product."""
         weights = self._weights.get((product.rows, product.columns))
         if self._cublas is None or not weights or product.tokens not in TOKENS:
             return None
@@ -91,7 +92,7 @@ class ChosenProducts:
         x: torch.Tensor,
         out: torch.Tensor,
     ) -> str:
-        """Returns the algorithm in hexadecimal; "": torch's."""
+        """The algorithm in hexadecimal; "": torch's."""
         tried = dict.fromkeys(prepared.algorithms)
         for tokens in _NEIGHBOURS:
             other = cublas.prepare(CublasProduct(tokens, product.rows, product.columns), _ALGORITHMS)
@@ -138,7 +139,7 @@ class ChosenProducts:
 
 
 def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Captures a graph, since it is used in one: there the memset that some algorithms need costs time of its own."""
+    """Measures within a graph, as used: there the memset of some algorithms costs time of its own."""
     enqueue()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin()

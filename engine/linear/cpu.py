@@ -19,8 +19,7 @@ _BLOCKS_AT_ONCE = 8  # so that a byte a value stays in the processor's cache
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int4Cpu:
-    """Layout: q uint8 [blocks, inputs, block / 2]: the first half of a block's outputs in the low halves of its
-    bytes."""
+    """q uint8 [blocks, inputs, block / 2]: the first half of a block's outputs in the low halves of its bytes."""
 
     products: CpuProducts
     q: torch.Tensor
@@ -41,8 +40,6 @@ class Int4Cpu:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Cpu:
-    """Layout: q int8 [blocks, inputs, block]."""
-
     products: CpuProducts
     q: torch.Tensor
     scale: torch.Tensor  # float32 [blocks · block]
@@ -91,6 +88,6 @@ def pack_int8(weight: Int8Rows, bias: torch.Tensor | None, products: CpuProducts
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns [rows, n], with zeros below up to a whole block."""
+    """[rows, n], with zeros below up to a whole block."""
     missing = -len(values) % size
     return torch.cat((values, values.new_zeros(missing, values.shape[1]))) if missing else values

@@ -1,5 +1,5 @@
 """Calls cuBLASLt by its C interface: lists its algorithms for a product with plain weights, and runs one of them. torch
-takes the first of the list; which is fastest is known only once they have been timed (`chosen.py`)."""
+takes the first of the list; only timing finds the fastest (`chosen.py`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _AlgorithmFound(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CublasProduct:
-    """Computes out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
+    """out [tokens, rows] = x [tokens, columns] · W [rows, columns]ᵀ, all bfloat16 and contiguous."""
 
     tokens: int
     rows: int
@@ -44,8 +44,7 @@ class CublasProduct:
 
 @dataclass(frozen=True, slots=True)
 class PreparedProduct:
-    """One product's descriptions and its algorithms, the library's own choice first. Descriptions last as long as the
-    process."""
+    """Algorithms begin with the library's own choice. Descriptions last as long as the process."""
 
     product: Any
     weights: Any
@@ -55,8 +54,6 @@ class PreparedProduct:
 
 
 class Cublas:
-    """Wraps the library that torch has loaded, on one device."""
-
     def __init__(self, device: torch.device) -> None:
         try:
             self._library: Any = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}")
@@ -69,14 +66,13 @@ class Cublas:
 
     @property
     def name(self) -> str:
-        """Returns a file name for this GPU and this version of the library."""
         get = self._library.cublasLtGetVersion
         get.restype = ctypes.c_size_t
         gpu = torch.cuda.get_device_name(self._workspace.device)
         return f"{''.join(letter if letter.isalnum() else '-' for letter in gpu.lower())}-{get()}.json"
 
     def prepare(self, wanted: CublasProduct, most: int) -> PreparedProduct:
-        """Prepares `most` algorithms at most. Raises CublasError where there is none."""
+        """Raises CublasError where there is no algorithm."""
         # To the library a matrix by rows is its transpose by columns: outᵀ = W · xᵀ.
         product, preference = ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(product), _COMPUTE_FLOAT32, _FLOAT32)
@@ -102,7 +98,6 @@ class Cublas:
         return PreparedProduct(product, weights, x, out, usable)
 
     def fits(self, how: PreparedProduct, algorithm: bytes) -> bool:
-        """Whether an algorithm, found for another product perhaps, does this one."""
         found, tried = _AlgorithmFound(), _Algorithm.from_buffer_copy(algorithm)
         status = self._library.cublasLtMatmulAlgoCheck(
             self._handle, how.product, how.weights, how.x, how.out, how.out, ctypes.byref(tried), ctypes.byref(found)
@@ -112,7 +107,7 @@ class Cublas:
     def multiply(
         self, how: PreparedProduct, algorithm: bytes, weights: torch.Tensor, x: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Enqueues on torch's current stream; of products on two streams at a time the results would be wrong."""
+        """Enqueues on torch's current stream; products on two streams at a time would be wrong."""
         self._call(
             "cublasLtMatmul",
             self._handle, how.product, ctypes.byref(self._one), _pointer(weights), how.weights, _pointer(x), how.x,

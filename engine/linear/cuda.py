@@ -25,14 +25,12 @@ class _Ready:
 
 
 class CudaKernels:
-    """Opens the matrix kernel of the linears' GPU with the first product."""
-
     def __init__(self) -> None:
         self._ready: _Ready | None = None
         self._tried = False
 
     def multiply(self, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns x · Wᵀ + bias; None where the kernel does not serve: other devices, types and GPUs."""
+        """None where the kernel does not serve."""
         if not x.is_cuda or x.dtype != torch.bfloat16:
             return None
         ready = self._open(x.device)
@@ -63,8 +61,7 @@ class CudaKernels:
 
 
 class CudaLinear:
-    """Products by the matrix kernel, and where it does not serve by tiles of dequantized rows: right on every device,
-    and slow. Executors read `matrix` themselves."""
+    """Multiplies by the matrix kernel, or slowly by tiles of dequantized rows. Executors read `matrix` themselves."""
 
     def __init__(self, matrix: Matrix, bias: torch.Tensor | None, kernels: CudaKernels | None = None) -> None:
         self.matrix = matrix

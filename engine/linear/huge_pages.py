@@ -21,7 +21,7 @@ _HUGE = 2 << 20
 
 
 def lay_in_order(linears: Iterable[Linear]) -> None:
-    """Moves the weights of linears; the tensors stay the objects that they are."""
+    """Moves the weights; the tensors stay the same objects."""
     distinct = {id(one): one for linear in linears for one in _weights(linear)}
     tensors = [one for one in distinct.values() if one.untyped_storage().nbytes() == one.nbytes]
     total = sum(_whole(one.nbytes) for one in tensors)

@@ -1,5 +1,5 @@
-"""Keeps plain copies of four- and eight-bit weights, for products with many rows, where arithmetic and not the reading
-of weights takes the time: a library's product is then faster than ours. Kept while memory allows."""
+"""Keeps plain copies of four- and eight-bit weights, while memory allows, for products with many rows, where arithmetic
+takes the time and a library's product is faster than ours."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ class PlainCopies:
     held: dict[int, DenseLinear] = field(default_factory=dict)  # by identity: linears last as long as the model
 
     def of(self, linear: Linear, rows: int) -> Linear:
-        """Returns what multiplies this number of rows fastest: the linear itself, or its copy."""
+        """Whichever multiplies this number of rows faster."""
         if isinstance(linear, CudaLinear) and rows > OWN_ROWS:
             return self.held.get(id(linear), linear)
         return linear
 
 
 def plain_copies(linears: Iterable[Linear], rows: int, free_bytes: int) -> PlainCopies:
-    """Copies linears in four and eight bits, where `rows` rows may come and memory allows."""
     wanted = [linear for linear in linears if isinstance(linear, CudaLinear) and rows > OWN_ROWS]
     if sum(2 * linear.matrix.rows * linear.matrix.columns for linear in wanted) > _SHARE * free_bytes:
         return PlainCopies()

@@ -36,7 +36,7 @@ _long = ctypes.c_long
 
 
 class NoProducts(Exception):
-    """The products cannot be made here; the text is the reason in one line."""
+    """The text is the reason in one line."""
 
 
 class _Product(ctypes.Structure):
@@ -63,11 +63,10 @@ class PlainMatrix(ctypes.Structure):
 
 
 class CpuProducts:
-    """Multiplies x float32 [rows, inputs], contiguous, by a weight → a new float32 [rows, outputs]. A row's result is
-    the same bits whatever rows stand beside it. Uses as many threads as torch at most."""
+    """x float32 [rows, inputs], contiguous → a new float32 [rows, outputs]. A row's result is the same bits whatever
+    rows stand beside it. Uses as many threads as torch at most."""
 
     def __init__(self, library: Path, walkers: int = 1) -> None:
-        """`walkers`: how many threads a walk of `walk.c` may have."""
         self.library: Any = ctypes.CDLL(str(library))
         self.block = int(self.library.outputs_a_block())  # outputs that lie together
         self.walkers = walkers
@@ -75,9 +74,8 @@ class CpuProducts:
     def int4(
         self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int, int]
     ) -> torch.Tensor:
-        """Multiplies by four-bit weights. q is uint8 [blocks, inputs, block / 2], scale and zero are [blocks, groups,
-        block]; `zero` holds uint8 zero points, or minima in the type of the scale. shape: outputs, inputs, inputs a
-        group."""
+        """q uint8 [blocks, inputs, block / 2]; scale, zero [blocks, groups, block]; `zero` holds uint8 zero points, or
+        minima in the scale's type. shape: outputs, inputs, inputs a group."""
         outputs, inputs, group = shape
         points, minima = (zero.data_ptr(), None) if zero.dtype == torch.uint8 else (None, zero.data_ptr())
         weight = Int4(q.data_ptr(), scale.data_ptr(), points, minima, group, TYPES[scale.dtype])
@@ -87,14 +85,14 @@ class CpuProducts:
         return y
 
     def int8(self, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Shapes: q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
+        """q int8 [blocks, inputs, block], scale float32 [blocks · block]."""
         y, product = self._product(x, outputs)
         weight = Int8(q.data_ptr(), scale.data_ptr())
         self.library.multiply8(ctypes.byref(product), ctypes.byref(weight))
         return y
 
     def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Shapes: weight bfloat16 or float16 [outputs, inputs], contiguous."""
+        """weight bfloat16 or float16 [outputs, inputs], contiguous."""
         y, product = self._product(x, weight.shape[0])
         held = PlainMatrix(weight.data_ptr(), TYPES[weight.dtype])
         half = weight.dtype == torch.float16
@@ -109,8 +107,8 @@ class CpuProducts:
 
 
 def open_products(flags: Collection[str], folder: Path | None = None, walkers: int = 1) -> CpuProducts:
-    """Opens the library for a processor with these units, named as in /proc/cpuinfo: compiled ahead, or kept in
-    `folder`, or compiled now. Raises NoProducts."""
+    """`flags` are named as in /proc/cpuinfo. Compiled ahead, or kept in `folder`, or compiled now. Raises
+    NoProducts."""
     units = next(level for level in LEVELS if all(unit in flags for unit in level))
     ahead = prebuilt_folder() if folder is None else None
     if ahead is not None:
@@ -122,7 +120,7 @@ def open_products(flags: Collection[str], folder: Path | None = None, walkers: i
 
 
 def build_ahead(folder: Path) -> tuple[Path, ...]:
-    """Compiles the libraries of every level into an existing folder. Raises NoProducts."""
+    """Compiles every level into an existing folder. Raises NoProducts."""
     with _room(folder) as room:
         return tuple(_keep(_compile(units, room), folder / _file(units)) for units in LEVELS)
 
@@ -143,14 +141,14 @@ def _options(units: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _file(units: tuple[str, ...]) -> str:
-    """Names the library by its inputs, but not the compiler: where it was made ahead there may be none."""
+    """Not named by the compiler: where it was made ahead there may be none."""
     read = b"".join(one.read_bytes() for one in _READ)
     made_from = "\0".join((platform.machine(), *_options(units))).encode() + read
     return f"products-{hashlib.sha256(made_from).hexdigest()[:32]}.so"
 
 
 def _room(folder: Path) -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder to compile in: where the result is kept, since no other may be writable. Raises OSError."""
+    """Lies where the result is kept, since no other may be writable. Raises OSError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=folder)
@@ -167,7 +165,6 @@ def _compiler() -> str:
 
 
 def _compile(units: tuple[str, ...], room: str) -> Path:
-    """Compiles a library in this folder; with threads if the compiler has them. Raises NoProducts."""
     compiler, fresh = _compiler(), Path(room) / "products.so"
     failure, environment = "", {**os.environ, "TMPDIR": room}
     for threads in (("-fopenmp",), ()):
@@ -185,7 +182,7 @@ def _compile(units: tuple[str, ...], room: str) -> Path:
 
 
 def _keep(fresh: Path, kept: Path) -> Path:
-    """Moves the library whole to where it is kept; where that cannot be written it serves this process alone."""
+    """Where the library cannot be kept it serves this process alone."""
     try:
         keep(kept, fresh.read_bytes(), 0o755)
     except OSError:

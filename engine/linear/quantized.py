@@ -28,8 +28,7 @@ Reader = Callable[[TensorSource, str, int, int], canonical.CheckpointLinear]  # 
 
 
 def quantized_reader(spec: QuantSpec | None, quantize: Quantize | None) -> Reader | None:
-    """Returns what reads weights in the format `spec`, or None where all are plain. `quantize` rounds plain ones to
-    eight bits, except the head's."""
+    """None where all weights are plain. `quantize` rounds plain weights to eight bits, except the head's."""
     if spec is not None and quantize is not None:
         raise ValueError("weights that are quantized already are not quantized again")
     how = Int8Spec() if quantize == "int8" else spec
@@ -46,8 +45,6 @@ def quantized_reader(spec: QuantSpec | None, quantize: Quantize | None) -> Reade
 
 
 def loader_of(read: Reader) -> LinearLoader:
-    """Stacks what `read` returns and lays it out for its device."""
-
     kernels = CudaKernels()
 
     def load(source: TensorSource, projection: Projection, placement: Placement) -> Linear:
@@ -75,8 +72,7 @@ def place_weight(
     placement: Placement,
     kernels: CudaKernels | None = None,
 ) -> Linear:
-    """Returns a linear with this weight in the layout of its device. `kernels`: how a GPU multiplies; None, as for a
-    CPU without products: by plain tiles."""
+    """`kernels`: how a GPU multiplies; None, as for a CPU without products: by plain tiles."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)
@@ -109,7 +105,7 @@ def _to_device(weight: Int4Groups | Int8Rows, device: torch.device) -> Int4Group
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A checkpoint whose tensors are copied to a device as they are read, and so unpacked there."""
+    """Copies tensors to a device as they are read, to unpack them there."""
 
     source: TensorSource
     device: torch.device

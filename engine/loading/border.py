@@ -1,4 +1,4 @@
-"""Converts faults that `quant.checkpoint` finds in a model folder to the engine's own error."""
+"""Converts faults in a model folder that `quant.checkpoint` finds to the engine's own error."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _INT8_STD: Final = math.sqrt((255**2 - 1) / 12)  # of -127…127
 
 
 class DummyWeights:
-    """A `TensorSource` of seeded noise, scaled so that activations stay near 1 and logits spread by a few units."""
+    """Seeded noise, scaled so that activations stay near 1 and logits spread by a few units."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]], seed: int, placement: Placement) -> None:
         self._shapes = shapes
@@ -39,7 +39,7 @@ class DummyWeights:
         return self._placement.dtype
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Returns the same numbers for the same name, seed, device and type."""
+        """The same numbers for the same name, seed, device and type."""
         shape = self._shapes[name]
         if len(shape) == 1 and not name.endswith(".bias"):
             return torch.ones(shape, dtype=self._placement.dtype, device=self._placement.device)
@@ -50,7 +50,7 @@ class DummyWeights:
 
 
 class DummyLinears:
-    """Reads quantized layers that no file holds: packed noise of the same spread, made where it will lie."""
+    """Reads quantized layers that no file holds: packed noise of the same spread."""
 
     def __init__(self, spec: QuantSpec, seed: int, device: torch.device) -> None:
         self._spec = spec
@@ -106,7 +106,7 @@ class DummyLinears:
 
 
 def _generator(name: str, seed: int, device: torch.device) -> torch.Generator | None:
-    """Returns None where there are shapes but no numbers."""
+    """None where there are shapes but no numbers."""
     if device.type == "meta":
         return None
     return torch.Generator(device).manual_seed(zlib.crc32(name.encode()) ^ seed)

@@ -16,8 +16,8 @@ from quant.checkpoint.spec import GgufSpec, Int8Spec, QuantSpec
 
 @dataclass(frozen=True, slots=True)
 class FolderFormat:
-    """spec: the folder's format of weights, None where they are plain. int8: plain ones become eight bits while they
-    are loaded."""
+    """spec: the folder's format, None where weights are plain. int8: plain ones become eight bits while they are
+    loaded."""
 
     spec: QuantSpec | None
     int8: bool = False
@@ -27,8 +27,7 @@ class FolderFormat:
         return Int8Spec() if self.int8 else self.spec
 
     def on(self, device: str) -> FolderFormat:
-        """Returns the format that the weights take on this device. On a GPU, a GGUF file's four bits with minima take
-        another form, because no GPU kernel reads minima."""
+        """A GPU has no kernel that reads minima, so a GGUF file's four bits with minima take another form there."""
         if device == "cpu" or not isinstance(self.spec, GgufSpec):
             return self
         return replace(self, spec=replace(self.spec, exact=False))
@@ -39,8 +38,8 @@ class FolderFormat:
 
 
 def read_folder(folder: Path, quantization: Quantization) -> tuple[ModelConfig, FolderFormat]:
-    """Reads the config and the format from the folder's JSON files, or from a GGUF file's header. Raises InvalidModel
-    for a model that cannot be served, Unsupported where `quantization` does not fit the format."""
+    """Reads JSON files, or a GGUF file's header. Raises InvalidModel for a model that cannot be served, Unsupported
+    where `quantization` does not fit the format."""
     with checkpoint_errors(folder):
         config, spec = load_config(folder), read_spec(folder)
     if quantization == "int8" and spec is not None:

@@ -10,8 +10,6 @@ from quant.checkpoint.spec import GgufSpec
 
 
 class GgufLinears:
-    """Reads one linear at a time, as `engine.linear.quantized.loader_of` asks for them."""
-
     def __init__(self, spec: GgufSpec, costs: StorageCosts) -> None:
         self._spec = spec
         self._costs = costs

@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights, the SHA-256 of what they and their config are, and what their form is called. Of a split model the first
-    rank alone has a digest."""
+    """Weights, the SHA-256 of them and their config, and their form's name. Of a split model, only the first rank has a
+    digest."""
 
     weights: Weights
     digest: str
@@ -68,7 +68,7 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
 
 
 def check(folder: Path, config: ModelConfig, form: FolderFormat) -> None:
-    """Checks by their headers that the folder's tensors are those of its config and format. Raises InvalidModel."""
+    """Checks by headers that the folder's tensors are those of its config and format. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         try:
@@ -132,7 +132,7 @@ def _reader(checkpoint: MappedTensors, form: FolderFormat) -> Reader | None:
 
 
 def weights_digest(folder: Path, form: FolderFormat) -> str:
-    """Returns the digest that `load` would find, without loading. Reads every weight. Raises InvalidModel."""
+    """The digest that `load` would find. Reads every weight. Raises InvalidModel."""
     with checkpoint_errors(folder):
         checkpoint = open_checkpoint(folder)
         checkpoint.close()

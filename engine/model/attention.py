@@ -1,8 +1,5 @@
-"""Attention of one step over the paged KV cache, for decoding rows and prefill chunks in the same batch.
-
-Decoding rows read their keys in place, one run of adjacent pages after another (CPU), or gathered and padded into one
-batch (GPU).
-"""
+"""Attention of one step over the paged KV cache, for decoding rows and prefill chunks in the same batch. Decoding rows
+read their keys in place, run by run of adjacent pages (CPU), or gathered and padded into one batch (GPU)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ MOST_RUNS = 4  # with more runs of pages than this, gathering costs no more
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """One row's part of a step: tokens [first, first + count) of the flat batch."""
+    """A row's tokens [first, first + count) of the flat batch."""
 
     first: int
     count: int
@@ -37,7 +34,7 @@ class RowSpan:
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
-    """Which keys a row sees under one window: positions [low, end)."""
+    """Keys that a row sees under one window: positions [low, end)."""
 
     length: int
     slot: int  # of the first key, where all pages are adjacent
@@ -53,7 +50,7 @@ class KeyRange:
         return keys.narrow(2, self.offset, self.length), values.narrow(2, self.offset, self.length)
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """query [1, kv_heads, rows, head_dim] over all of these keys → the same shape."""
+        """query [1, kv_heads, rows, head_dim] → the same shape."""
         if not self.runs:
             keys, values = self.read(cache, layer)
             return functional.scaled_dot_product_attention(query, keys, values)
@@ -76,7 +73,7 @@ def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tu
 
 
 def key_range(span: RowSpan, window: Window, cache: KvCache, device: torch.device, whole: bool = True) -> KeyRange:
-    """The keys of a row, from the oldest that its first token sees. Not `whole`: they may be read run by run."""
+    """Keys from the oldest that a row's first token sees. Not `whole`: they may be read run by run."""
     low = 0 if window is None else max(0, span.start - window + 1)
     first, last = low // PAGE_SIZE, (span.end - 1) // PAGE_SIZE
     pages = span.pages[first : last + 1]
@@ -91,7 +88,7 @@ def key_range(span: RowSpan, window: Window, cache: KvCache, device: torch.devic
 
 
 def _runs(pages: list[int], offset: int, length: int) -> tuple[tuple[int, int], ...]:
-    """Runs of adjacent slots that hold `length` positions, from `offset` in the first page on."""
+    """Adjacent slots that hold `length` positions, from `offset` in the first page on."""
     borders = [0, *(at for at in range(1, len(pages)) if pages[at] != pages[at - 1] + 1), len(pages)]
     found = []
     for first, last in pairwise(borders):
@@ -102,8 +99,6 @@ def _runs(pages: list[int], offset: int, length: int) -> tuple[tuple[int, int], 
 
 
 class PrefillChunk:
-    """A row of several tokens: part of a prompt."""
-
     def __init__(self, span: RowSpan, windows: Sequence[Window], cache: KvCache, device: torch.device) -> None:
         self.span = span
         self._cache = cache
@@ -185,7 +180,7 @@ class ReadGathered:
 
 
 class StepAttention:
-    """Key ranges and masks of a step, made once for all layers, when the first of them attends: a walk in C makes its
+    """Key ranges and masks of a step, made once for all layers when the first of them attends: a walk in C makes its
     own. Rows of one token come first in the flat batch."""
 
     def __init__(
@@ -208,7 +203,7 @@ class StepAttention:
         self._chunks = [PrefillChunk(span, self._windows, self._cache, self._device) for span in chunks]
 
     def __call__(self, layer: int, window: Window, queries: torch.Tensor) -> torch.Tensor:
-        """queries [tokens, heads, head_dim], keys and values of the step already in the cache → the same shape."""
+        """queries [tokens, heads, head_dim] → the same shape; keys and values of the step are already in the cache."""
         if not self._made:
             self._make()
         if self._singles is not None and not self._chunks:

@@ -1,8 +1,8 @@
 """What varies between families beyond sizes, so that a walk over the layers can refuse by name what it lacks.
 
-A new family names its features here; each walk lists the features that it computes, and `eager` computes all. Scales
-of attention and of logits, offsets of norms and the unit of the residual stream are no features: loading folds them
-into norms and rotary tables. Soft caps, experts and partly rotated heads are refused where a config is read.
+A new family names its features here; each walk lists those that it computes, and `eager` computes all. Scales, offsets
+of norms and the unit of the residual stream are no features: loading folds them into norms and rotary tables. Soft
+caps, experts and partly rotated heads are refused where a config is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quant.checkpoint.config import ModelConfig
 
 
 class Feature(StrEnum):
-    """The value names the feature in messages."""
+    """Values name features in messages."""
 
     BIASES = "biases of products"
     HEAD_NORMS = "norms of queries and keys"
@@ -32,7 +32,7 @@ FUSED: Final = frozenset((Feature.BIASES, Feature.HEAD_NORMS, Feature.WINDOWS)) 
 
 
 def features(config: ModelConfig) -> frozenset[Feature]:
-    """Returns what the model needs beyond products, norms before them, attention and a gate by SiLU."""
+    """What the model needs beyond products, norms before them, attention and a gate by SiLU."""
     needed = {
         Feature.BIASES: config.qkv_bias or config.output_bias or config.mlp_bias,
         Feature.HEAD_NORMS: config.qk_norm,
@@ -48,6 +48,5 @@ def features(config: ModelConfig) -> frozenset[Feature]:
 
 
 def why_not(config: ModelConfig, computed: Collection[Feature] = FUSED) -> str | None:
-    """Returns why a walk that computes these features cannot serve the model, or None."""
     lacking = sorted(features(config) - set(computed))
     return f"the model has {lacking[0]}, which the kernels do not compute" if lacking else None

@@ -31,12 +31,11 @@ class RmsNorm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight."""
         return self.weight.nbytes
 
 
 class WideNorm(RmsNorm):
-    """Normalises all heads of queries as one, and all of keys; weight [heads + kv_heads, dim]."""
+    """Norms all heads of queries as one, and all of keys; weight [heads + kv_heads, dim]."""
 
     def __init__(self, weight: torch.Tensor, eps: float, heads: int) -> None:
         super().__init__(weight, eps)
@@ -51,7 +50,7 @@ class WideNorm(RmsNorm):
 
 
 class NoNorm(RmsNorm):
-    """Stands where a family has no norm, and gives back what it gets."""
+    """Stands where a family has no norm, and returns its input."""
 
     def __init__(self) -> None:
         super().__init__(torch.empty(0), 0.0)

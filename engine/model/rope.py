@@ -13,14 +13,11 @@ from quant.checkpoint.rope import RopeConfig
 
 @dataclass(frozen=True, slots=True)
 class RopeTables:
-    """Holds the angles of all layers, in tables as `rope_table` makes them."""
-
     full: torch.Tensor
     windowed: torch.Tensor | None = None  # of layers with a window, where theirs differ
 
 
 def rope_tables(config: ModelConfig, positions: int, device: torch.device) -> RopeTables:
-    """Computes the angles of a model's layers for `positions` positions."""
     windowed = None if config.window_rope is None else rope_table(config.window_rope, positions, device)
     return RopeTables(rope_table(config.rope, positions, device), windowed)
 

@@ -1,6 +1,6 @@
 """The decoder-only transformer of all families: ids of a ragged step in, hidden states and logits out.
 
-It has no state but weights: pages, positions and masks are arguments. `engine.model.layers` walks over its layers.
+It has no state but weights: pages, positions and masks are arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ SPLIT = "each process of a split model computes a part of a layer (tensor-parall
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
-    """What the model keeps of each token."""
     return KvShape(config.layers, config.kv_heads, config.head_dim)
 
 
@@ -40,7 +39,7 @@ class StepInput:
 
 
 class Transformer:
-    """The model: weights, and the angles of its positions. A few tokens on a CPU go by the walk in C, while `fused`.
+    """The walk in C takes a few tokens on a CPU, while `fused`.
 
     Of a split model, `config` and `weights` are this rank's, and all ranks call the same methods in the same order.
     """
@@ -75,7 +74,7 @@ class Transformer:
         return self.ropes.full
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
-        """Writes keys and values to the cache. Hidden states [sampled, hidden] before the last norm, float32."""
+        """Hidden states [sampled, hidden] before the last norm, float32. Writes keys and values to the cache."""
         x = self._embedded(step.token_ids)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)

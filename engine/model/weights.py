@@ -15,8 +15,6 @@ from quant.checkpoint.tensors import EMBEDDING, FINAL_NORM, HEAD, Norm, Product,
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of one decoder layer."""
-
     input_norm: RmsNorm
     qkv: Linear
     head_norm: RmsNorm | None  # over queries and keys, heads side by side
@@ -36,8 +34,6 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """All that is read to make one token."""
-
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: RmsNorm
@@ -50,7 +46,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; a tied head counts once."""
+        """A tied head counts once."""
         linears = self.in_order()[:-1]
         norms = [norm for layer in self.layers for norm in layer.norms] + [self.norm]
         tied = isinstance(self.head, DenseLinear) and self.head.weight is self.embedding
@@ -113,7 +109,7 @@ def _load_layer(
 
 
 def _gains(config: ModelConfig, source: TensorSource, name: str, placement: Placement) -> torch.Tensor:
-    """Reads what a norm multiplies by, float32. Some families store it less one."""
+    """A norm's float32 factors, which some families store less one."""
     found = torch.empty(source.shape(name), dtype=torch.float32, device=placement.device)
     found.copy_(finite(source.tensor(name), name))
     return found.add_(config.norm_offset) if config.norm_offset else found

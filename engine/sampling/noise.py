@@ -18,7 +18,7 @@ _WORD = (1 << 64) - 1
 
 
 def seed_key(seed: int) -> int:
-    """Returns the 64-bit key of a request, signed as torch holds it."""
+    """The 64-bit key of a request, signed as torch holds it."""
     z = (seed + GOLDEN) & _WORD
     z = ((z ^ (z >> 30)) * _FIRST) & _WORD
     z = ((z ^ (z >> 27)) * _SECOND) & _WORD
@@ -31,7 +31,7 @@ def signed(word: int) -> int:
 
 
 def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Shapes: keys, positions int64 [rows]; ids int64 [rows or 1, n] → float64 [rows, n], exact near both ends of u."""
+    """keys, positions int64 [rows]; ids int64 [rows or 1, n] → float64 [rows, n], exact near both ends of u."""
     z = (keys + positions * signed(GOLDEN)).unsqueeze(1) + ids * signed(ODD)
     z = (z ^ _shift(z, 30)) * signed(_FIRST)
     z = (z ^ _shift(z, 27)) * signed(_SECOND)
@@ -41,5 +41,4 @@ def gumbel(keys: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> to
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifts right, filling with zeros."""
     return (z >> by) & ((1 << (64 - by)) - 1)

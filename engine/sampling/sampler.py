@@ -27,7 +27,7 @@ COLDEST = 1e-20  # temperatures below it are not numbers in float32
 
 @dataclass(frozen=True, slots=True)
 class BatchParams:
-    """Parameters of a set of rows, as tensors [rows]; rebuilt when the set changes."""
+    """Rebuilt when the set of rows changes."""
 
     sequences: tuple[SequenceState, ...]
     bias: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, ids, values
@@ -46,7 +46,7 @@ class BatchParams:
 
 
 class Sampler:
-    """Draws tokens; holds what the penalties must remember of each slot."""
+    """Holds what the penalties must remember of each slot."""
 
     def __init__(
         self, vocab_size: int, slots: int, device: torch.device, constraints: Constraints | None = None
@@ -62,8 +62,8 @@ class Sampler:
     def sample(
         self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()
     ) -> list[RowResult]:
-        """Samples logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. A sequence
-        may have several rows: each is chosen as if the tokens `assumed` for it followed the sequence's last one."""
+        """logits float32 [sequences, vocab] → one id each, or none where its logits are no numbers. Each row of a
+        sequence is chosen as if the tokens `assumed` for it followed the sequence's last one."""
         batch = self._params(tuple(sequences))
         chosen = self._chosen(batch, logits, assumed)
         found = [RowResult((token,) if token >= 0 else ()) for token in chosen]
@@ -80,7 +80,7 @@ class Sampler:
         return found
 
     def choose(self, sequences: Rows[SequenceState], logits: torch.Tensor, assumed: Rows[Tokens] = ()) -> list[int]:
-        """Samples without log-probabilities; -1 where there is no id."""
+        """Returns -1 where there is no id; no log-probabilities."""
         return self._chosen(self._params(tuple(sequences)), logits, assumed)
 
     def _chosen(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> list[int]:
@@ -150,7 +150,7 @@ class Sampler:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _adjust(self, batch: BatchParams, logits: torch.Tensor, assumed: Rows[Tokens]) -> torch.Tensor:
-        """Bias, penalties and barred tokens; the same tensor where no row has any."""
+        """Applies bias, penalties and bars; the same tensor where no row has any."""
         barred = [
             (row, token)
             for row in batch.barred
@@ -175,7 +175,7 @@ class Sampler:
         return logits
 
     def _bar(self, logits: torch.Tensor, batch: BatchParams, assumed: Rows[Tokens]) -> None:
-        """Leaves of constrained rows what their masks allow; ids beyond a mask have no text."""
+        """Leaves constrained rows what their masks allow; ids beyond a mask have no text."""
         masks = [self._constraints.mask(batch.sequences[row].key, assumed[row]) for row in batch.constrained]
         packed = torch.frombuffer(bytearray().join(masks), dtype=torch.uint8).to(self._device).view(len(masks), -1)
         barred = (packed.unsqueeze(2) >> self._bits & 1 == 0).view(len(masks), -1)[:, : self._vocab]
@@ -199,7 +199,6 @@ class Sampler:
         return logits - presence * (counts > 0) - frequency * counts
 
     def _draw(self, batch: BatchParams, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Shapes: [drawn, vocab] → ids [drawn]."""
         # Less the best, before a tiny temperature could overflow.
         heat = (logits - logits.amax(dim=-1, keepdim=True)) / batch.temperature
         if not batch.filtered:
@@ -241,7 +240,7 @@ def _filtered(one: SamplingParams) -> bool:
 
 
 def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Returns the least log-weight [rows, 1] that top_k and then top_p keep.
+    """The least log-weight [rows, 1] that top_k and then top_p keep.
 
     ordered [rows, n] descends; mass [rows, 1] is the weight of all tokens. Where n do not suffice: the last.
     """
@@ -256,8 +255,7 @@ def lowest_kept(ordered: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor,
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> list[TokenLogprob]:
-    """Returns log-probabilities of rows [rows, vocab]: of each one's token, and of the requested number of best
-    ones."""
+    """Rows [rows, vocab]: each one's token, and `counts` best ones."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)

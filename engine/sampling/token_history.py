@@ -10,8 +10,6 @@ from engine.scheduling.sequence_state import SequenceState
 
 
 class TokenHistory:
-    """Holds per slot whether a token occurred at all, and how often it was generated."""
-
     def __init__(self, vocab_size: int, slots: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
@@ -20,7 +18,7 @@ class TokenHistory:
         self._tables: tuple[torch.Tensor, torch.Tensor] | None = None  # made for the first that asks
 
     def of(self, sequences: Rows[SequenceState]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns seen bool, generated float32, both [sequences, vocab], with all their tokens counted."""
+        """seen bool, generated float32, both [sequences, vocab]."""
         seen, generated = self._ready()
         for sequence in sequences:
             self._count(sequence, seen, generated)

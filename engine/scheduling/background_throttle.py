@@ -1,9 +1,7 @@
-"""Throttles background sequences beside interactive ones: a step feeds as many of them as make it little longer than
-without them. Torch-free.
+"""Throttles background sequences beside interactive ones: a step feeds as many of them as lengthen it little.
 
-A step's time by its background rows is measured, beginning with none: their number doubles as long as fewer cost
-little. Throttled sequences keep slot and pages, and the lowest ranks are fed first, so that they end and others follow.
-Their prompts get a small share of the time, a short chunk now and then.
+Their number begins with none and doubles as long as fewer cost little. Throttled sequences keep slot and pages, and the
+lowest ranks are fed first, so that they end and others follow. Their prompts get a short chunk now and then.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _ANEW = 1024  # steps after which everything is measured again
 
 
 class _Sides(NamedTuple):
-    """Sequences that a step may feed. All lists lowest rank first."""
+    """All lists begin with the lowest rank."""
 
     before: list[Sequence]  # which are not throttled
     decoding: list[Sequence]  # of those who yield
@@ -36,8 +34,6 @@ class _Sides(NamedTuple):
 
 
 class _StepCost:
-    """Smoothed seconds of a step."""
-
     __slots__ = ("seconds", "steps")
 
     def __init__(self) -> None:
@@ -54,8 +50,6 @@ class _StepCost:
 
 
 class BackgroundThrottle:
-    """Chooses background rows before each step with an interactive sequence, and measures after it."""
-
     def __init__(self) -> None:
         self._costs: dict[int, _StepCost] = {}  # by rows of the background beside the others
         self._others = 0  # rows of those when they were measured
@@ -69,13 +63,13 @@ class BackgroundThrottle:
         self._known: tuple[int, _Sides | None] | None = None  # as of the last change; None: nothing is throttled
 
     def away(self) -> None:
-        """Marks that the next step is not throttled, or its time means nothing."""
+        """The next step is not throttled, or its time means nothing."""
         self._began, self._settling = None, _SETTLING
 
     def choose(self, sequences: Items[Sequence], budget: int, changes: int | None) -> tuple[Items[Sequence], int]:
-        """Returns the sequences to feed, of `sequences` lowest rank first, and how many prompt tokens. A background
-        sequence that has waited for so long that it ranks before an interactive one is not throttled. While `changes`
-        is the same, so are `sequences`: examining hundreds of them takes as long as a step of a few."""
+        """How many prompt tokens, and which of `sequences` (lowest rank first) to feed. A background sequence that by
+        its wait ranks before an interactive one is not throttled. While `changes` is the same, so are `sequences`:
+        examining hundreds takes as long as a step of a few."""
         if changes is None or self._known is None or self._known[0] != changes:
             self._known = -1 if changes is None else changes, _sides(sequences)
         sides = self._known[1]
@@ -97,7 +91,6 @@ class BackgroundThrottle:
         return chosen, budget
 
     def ended(self, plan: StepPlan, result: StepResult, now: float) -> None:
-        """Measures a step that `choose` was asked about."""
         began, self._began = self._began, now
         if began is None or now <= began:
             return
@@ -119,13 +112,11 @@ class BackgroundThrottle:
             self._costs.setdefault(self._fed, _StepCost()).learn(seconds)
 
     def _adapt(self, others: int) -> None:
-        """Forgets measurements beside another number of rows, or of long ago."""
         if self._steps >= _ANEW or not others / 2 <= self._others <= 2 * others:
             self._steps, self._others = 0, others
             self._costs.clear()
 
     def _allowed(self, most: int) -> int:
-        """Returns how many background rows the next step may have."""
         alone = self._alone()
         if not alone:
             return 0
@@ -140,13 +131,12 @@ class BackgroundThrottle:
         return rows
 
     def _spare(self) -> bool:
-        """Whether it is time for a chunk of the background's prompts."""
         alone = self._alone()
         return alone > 0 and self._since_chunk * _PROMPTS >= (self._chunk or _GUESSED * alone)
 
     def _alone(self) -> float:
-        """Seconds of a step without the background; 0 before it was measured. No step with some of it is shorter: where
-        one was, those without came just after many rows had been fed, whose steps were still under way."""
+        """Seconds of a step without the background; 0 before one was measured. The least of all measurements counts:
+        one without the background is too long where many rows, just fed, were still under way."""
         alone = self._costs.get(0)
         if alone is None or not alone.known:
             return 0.0
@@ -154,7 +144,7 @@ class BackgroundThrottle:
 
 
 def _sides(sequences: Items[Sequence]) -> _Sides | None:
-    """Returns None where nothing is to be throttled."""
+    """None where nothing is to be throttled."""
     ready = [one for one in sequences if not one.paused]
     last = max((at for at, one in enumerate(ready) if one.request.priority == Priority.INTERACTIVE), default=None)
     if last is None:
@@ -173,5 +163,4 @@ def _sides(sequences: Items[Sequence]) -> _Sides | None:
 
 
 def _left(sequence: Sequence) -> int:
-    """Returns how many tokens are not computed yet: one where it decodes."""
     return len(sequence.token_ids) - sequence.computed

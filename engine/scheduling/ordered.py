@@ -1,5 +1,5 @@
-"""Keeps a set of (rank, key) pairs in order. Adding and removing search in log n and shift an array of pointers, which
-for tens of thousands is a few microseconds and leaves no dead entries, unlike a heap."""
+"""Keeps (rank, key) pairs in order. A change searches in log n and shifts an array of pointers: a few microseconds for
+tens of thousands, and no dead entries, unlike a heap."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from bisect import bisect_left, insort
 
 
 class Ordered:
-    """Holds (rank, key) pairs, lowest first."""
-
     def __init__(self) -> None:
         self._pairs: list[tuple[float, int]] = []
 
@@ -22,7 +20,6 @@ class Ordered:
         insort(self._pairs, (rank, key))
 
     def discard(self, rank: float, key: int) -> None:
-        """Removes the pair if it is there."""
         index = bisect_left(self._pairs, (rank, key))
         if index < len(self._pairs) and self._pairs[index] == (rank, key):
             del self._pairs[index]

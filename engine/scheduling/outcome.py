@@ -11,15 +11,14 @@ _FAILURES = {None: Failure.STEP, RowEnd.STUCK: Failure.CONSTRAINT, RowEnd.COSTLY
 
 
 def scored_tokens(sequence: Sequence, row: Row, brought: RowResult) -> tuple[TokenLogprob, ...]:
-    """Returns the log-probabilities of the prompt that a row returned and its reader did not get before a
-    preemption."""
+    """Leaves out what the reader got before a preemption."""
     fresh = brought.prompt_logprobs[sequence.scored - row.start :]
     sequence.scored += len(fresh)
     return fresh
 
 
 def take(sequence: Sequence, row: Row, brought: RowResult, max_context: int, now: float) -> Event:
-    """Adds a row's ids to the sequence, up to its end; returns the event for its reader."""
+    """Adds a row's ids, up to the sequence's end."""
     ids, end = brought.token_ids, brought.end
     scores = scored_tokens(sequence, row, brought) if row.score else ()
     if not ids:
@@ -64,7 +63,7 @@ def _start(sequence: Sequence, now: float) -> Start:
 
 
 def _ending(sequence: Sequence, ids: tuple[int, ...], max_context: int) -> tuple[int, FinishReason | None]:
-    """Returns how many of the ids count, and the reason where the last of them ends the sequence."""
+    """How many ids count, and the reason where the last of them ends the sequence."""
     stopping = sequence.request.stopping
     if not stopping.max_tokens:
         return 0, FinishReason.LENGTH

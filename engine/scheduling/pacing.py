@@ -1,10 +1,9 @@
-"""Bounds running sequences and prompt tokens so that a stream's tokens are no further apart than a target. Torch-free;
-without a target it bounds nothing and measures nothing.
+"""Bounds running sequences and prompt tokens so that a stream's tokens are no further apart than a target; idle without
+one.
 
-A step's time is learnt from steps: by its decoding rows, and what its prompt tokens add. Rows may take most of the
-target, and prompts the rest. More sequences start only while steps are well below that, and by no more than a step's
-time would grow if it were all for rows. Fewer start once steps are above it; running ones go on: to feed them by turns
-would give each of them fewer tokens.
+Step times are learnt by the number of decoding rows, and by what prompt tokens add. Rows may take most of the target,
+prompts the rest. More sequences start only while steps are well below that, fewer once they are above it. Running ones
+go on: feeding them by turns would give each of them fewer tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _BUCKETS = 2  # of sizes, from one to its double
 
 
 class StepCosts:
-    """Smoothed seconds by size; sizes near each other share an entry."""
+    """Smoothed seconds by size; near sizes share an entry."""
 
     def __init__(self, rising: float) -> None:
         self._rising = rising  # how a size that was not measured yet is predicted: 1 as sizes do, 0 not at all
         self._known: dict[int, float] = {}  # by bucket
 
     def of(self, size: int) -> float | None:
-        """Returns None before any was measured."""
+        """None before any was measured."""
         if not size:
             return 0.0
         if not self._known:
@@ -67,12 +66,10 @@ class Pacing:
 
     @property
     def rows(self) -> int:
-        """Returns how many sequences may run at once."""
         return int(self._rows)
 
     def prompt_tokens(self, running: Collection[Sequence], most: int) -> int:
-        """Returns how many prompt tokens, of `most`, the next step may feed beside the running sequences that
-        decode."""
+        """How many prompt tokens, of `most`, fit beside decoding sequences."""
         if self._target is None:
             return most
         left = [len(one.token_ids) - one.computed for one in running if not one.paused]
@@ -111,8 +108,8 @@ class Pacing:
             self._bound(self._of_rows.of(rows) or 0.0, self._target)
 
     def _save(self, seconds: float, fed: int) -> None:
-        """Saves the time by which a step with rows was shorter than the target, for prompts whose least chunk would not
-        fit into a step; a little is always saved, or they would stand still."""
+        """Saves time left of the target, and at least a little, for prompts whose least chunk would not fit into a
+        step."""
         assert self._target is not None
         most = max(self._target, self._of_prompts.of(_LEAST) or 0.0)
         if not fed:
@@ -120,8 +117,7 @@ class Pacing:
         self._saved = min(max(self._saved + seconds, -self._target), most)
 
     def _learn(self, rows: int, tokens: float, fed: int, seconds: float) -> None:
-        """Learns from rows with `tokens` each, beside prompts. The deviation from the prediction is divided in the
-        prediction's proportions."""
+        """Rows have `tokens` each, beside prompts. Divides the deviation in the prediction's proportions."""
         of_rows, of_prompts = self._of_rows.of(rows), self._of_prompts.of(fed)
         if of_rows is None:
             of_rows = max(seconds - (of_prompts or 0.0), 0.0) / tokens
@@ -135,7 +131,6 @@ class Pacing:
             self._of_prompts.learn(fed, of_prompts * share)
 
     def _bound(self, taken: float, target: float) -> None:
-        """Bounds the rows by the seconds that a token takes where nothing is fed beside them."""
         self._measured += 1
         if self._measured < _STEPS or taken <= 0:
             return

@@ -1,7 +1,7 @@
-"""Defines the step as data: what a step is to do, and its result. Torch-free.
+"""Defines the step as data: what a step is to do, and its result.
 
-A plan refers to no live object, so it can be logged, replayed, and sent to several workers. They are msgspec structs
-and not dataclasses, since a step builds some of them and a struct takes an eighth of the time.
+A plan refers to no live object, so it can be logged, replayed, and sent to several workers. Its parts are msgspec
+structs, which take an eighth of a dataclass's time to build.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.api import Constraint, ModelInfo, SamplingParams, Stopping, TokenLog
 
 
 class Released(msgspec.Struct, frozen=True, array_like=True):
-    """Releases a sequence's slot: it has ended, or was preempted. No effect where the slot is another's."""
+    """Releases an ended or preempted sequence's slot. No effect where the slot is another's."""
 
     key: int
     slot: int
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):
-    """Gives a sequence a slot, where it begins without a page. One that holds the slot already begins anew."""
+    """Gives a sequence a slot, without a page. One that holds the slot begins anew."""
 
     key: int
     slot: int
@@ -40,11 +40,11 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's share of a step: feed its tokens [start, start + count).
+    """A sequence's share of a step: feed its tokens [start, start + count).
 
-    Full pages before `start` may be shared with other sequences and be their work: the first row of a sequence may
-    start anywhere on a page's border, and a later row of its prompt further on than the one before has ended. Pages
-    that no row has reached yet may be exchanged for others between two rows.
+    Full pages before `start` may be other sequences' work: the first row of a sequence may start on any page's border,
+    and a later row of its prompt beyond the end of the row before. Pages that no row has reached yet may be exchanged
+    between two rows.
     """
 
     key: int
@@ -58,7 +58,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """A step to run. Releases come before admissions. After a failed step both are repeated."""
+    """Releases come before admissions. After a failed step both are repeated."""
 
     rows: tuple[Row, ...]
     admitted: tuple[Admitted, ...] = ()
@@ -66,8 +66,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowEnd(enum.StrEnum):
-    """How a constraint ends its sequence behind a row's ids."""
-
     COMPLETE = "complete"  # nothing may follow
     STUCK = "stuck"  # something must follow, and no token is left for it
     COSTLY = "costly"  # the constraint took more time or memory than it may
@@ -75,10 +73,10 @@ class RowEnd(enum.StrEnum):
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):
-    """Result of a row that sampled or scored: one id or several, fewer or as many logprobs as ids.
+    """Ids of a row that sampled or scored, and at most as many logprobs.
 
-    Several only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be in
-    them, since the keys and values of all new ids but the last and the forced ones count as computed. None at all: its
+    Several ids only as far as the sequence's pages reach: position start + count + len(token_ids) - forced - 2 must be
+    in them, since the keys and values of all new ids but the last and the forced ones count as computed. No ids: its
     logits were not finite, and this sequence alone fails, unless `end` states otherwise.
     """
 
@@ -95,7 +93,7 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of a step that one executor computes, in the plan's order."""
+    """Rows that one executor computes, in the plan's order."""
 
     executor: str  # its name
     rows: tuple[Row, ...]
@@ -107,24 +105,24 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
-    """Which executor computes which rows of a step. Shares run in their order, and no row is in two of them."""
+    """Shares run in their order, and no row is in two of them."""
 
     shares: tuple[Share, ...]
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Results by key, one entry for each row that sampled or scored."""
+    """One entry a key, for each row that sampled or scored."""
 
     rows: Mapping[int, RowResult]
     assignment: Assignment | None = None  # None: the runner has a single executor
 
 
 class WrongResult(ValueError):
-    """A step's result does not match its plan. No part of the result was applied."""
+    """No part of the result was applied."""
 
 
 class PageAccess(Protocol):
-    """Reads and writes bytes of full pages, one page after the other, in an order that `layout` names."""
+    """Reads and writes bytes of full pages, in an order that `layout` names."""
 
     @property
     def layout(self) -> BlockLayout: ...
@@ -138,7 +136,7 @@ class PageAccess(Protocol):
 
 
 class Runner(Protocol):
-    """Runs steps: `engine.execution.runner` with torch, `engine.fake` without."""
+    """Implemented by `engine.execution.runner` with torch, by `engine.fake` without."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -147,13 +145,12 @@ class Runner(Protocol):
     def pages(self) -> PageAccess: ...
 
     def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
-        """Does a step, as a recorded assignment says where one is given."""
+        """`assignment`: as recorded, to be repeated."""
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:
-        """Sets work to do repeatedly while waiting for a step: a short piece, True where there was any. It raises
-        nothing."""
+        """Sets work to repeat while waiting for a step: a short piece that raises nothing, True where it did any."""
 
     def set_optimization(self, name: str, enabled: bool) -> None:
-        """Raises Unsupported for a name it does not have."""
+        """Raises Unsupported for an unknown name."""
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
 """Orders sequences by rank, and finds when their time is up.
 
-The one rank is arrival, advanced by AGING seconds a priority level, and by the front where tenants take turns. A
-sequence that waits longer than that is overtaken no more, so none starves, and since the lowest rank is never
-preempted, every step makes progress.
+The rank is arrival, advanced by AGING seconds a priority level, and by the front where tenants take turns. A sequence
+that waits longer is overtaken no more, so none starves, and since the lowest rank is never preempted, every step makes
+progress.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from engine.scheduling.sequence import Sequence
 
 
 def rank(sequence: Sequence) -> tuple[float, int]:
-    """Returns the order: the lower is served first. No two are alike."""
+    """The lower is served first; no two are alike."""
     request = sequence.request
     return request.arrived_at - AGING * request.priority - request.forward, sequence.key
 
 
 def timer(sequence: Sequence) -> float | None:
-    """Returns the earlier of deadline and expiry."""
     request = sequence.request
     times = [time for time in (request.deadline, request.expires_at) if time is not None]
     return min(times, default=None)

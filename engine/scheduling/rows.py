@@ -23,7 +23,7 @@ def admission_of(sequence: Sequence) -> Admitted:
 
 
 def row_of(sequence: Sequence, start: int, count: int, sample: bool) -> Row:
-    """Returns its share of a step, with those of its pages that no plan has named since it got its slot."""
+    """Names only the pages that no plan has named since the sequence got its slot."""
     first, pages = sequence.planned_pages, sequence.pages
     score = sequence.request.prompt_logprobs is not None and sequence.scores(start + count)
     if first == len(pages):

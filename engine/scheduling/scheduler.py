@@ -1,5 +1,5 @@
 """Decides which sequences a step feeds and how far, and applies the step's results. Owns the live sequences; `slots`
-decides which of them run. Torch-free."""
+decides which of them run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ from engine.settings import PAGE_SIZE
 
 class Masks(Protocol):
     def ready(self, key: int) -> bool:
-        """Returns whether a step that chooses the sequence's next token has its mask, or needs to wait for it only
-        briefly."""
+        """Whether a step has the mask of the sequence's next token, or needs to wait only briefly."""
 
 
 _WAITS = 2  # steps in a row that second tokens wait for others' first ones
 
 
 class Scheduler:
-    """Cycles through plan → run → commit, with admit, cancel, pause and resume in between."""
-
     def __init__(
         self,
         limits: Limits,
@@ -70,7 +67,7 @@ class Scheduler:
     # What the front asks for
 
     def admit(self, sequence: Sequence) -> None:
-        """Takes a new sequence in. ValueError where it could never run."""
+        """Raises ValueError for a sequence that could never run."""
         request = sequence.request
         if sequence.key in self._live:
             raise ValueError(f"there is a sequence {sequence.key} already")
@@ -90,13 +87,13 @@ class Scheduler:
             self._timers.add(when, sequence.key)
 
     def cancel(self, key: int) -> None:
-        """Forgets a sequence; one that has ended already is no mistake."""
+        """Also takes sequences that have ended already."""
         sequence = self._live.get(key)
         if sequence is not None:
             self._remove(sequence)
 
     def pause(self, key: int) -> None:
-        """Stops planning a sequence until `resume`. It keeps its pages while no other needs them."""
+        """The sequence keeps its pages while no other needs them."""
         sequence = self._live.get(key)
         if sequence is not None and not sequence.paused:
             self._slots.pause(sequence)
@@ -111,18 +108,18 @@ class Scheduler:
         self._slots.set_batching(enabled)
 
     def set_prefix_cache(self, enabled: bool) -> None:
-        """Off: every prompt is computed whole, and what was kept is dropped."""
+        """Off: every prompt is computed whole, and kept pages are dropped."""
         self._prefixes.set_enabled(enabled)
 
     # What the loop asks for
 
     @property
     def fetching(self) -> int:
-        """Returns how many sequences wait for the shared tier; `collect` must be called soon."""
+        """Sequences that wait for the shared tier; if any, `collect` must be called soon."""
         return len(self._fetching)
 
     def collect(self) -> None:
-        """Lets those wait for a slot whose keys and values have arrived, or will not."""
+        """Queues sequences whose keys and values have arrived, or will not."""
         if self._tier is None or not self._fetching:
             return
         for key in self._tier.arrived():
@@ -131,12 +128,11 @@ class Scheduler:
             self._slots.enqueue(sequence)
 
     def start_early(self) -> None:
-        """Gives the first waiting sequence a free slot while a step runs, which costs that step nothing."""
+        """Fills a free slot while a step runs, which costs that step nothing."""
         if self._slots.spare:
             self._slots.start_first()
 
     def expire(self, now: float) -> list[Event]:
-        """Ends those whose time is up, running or not."""
         events = []
         while (first := self._timers.first()) is not None and first[0] <= now:
             sequence = self._live[first[1]]
@@ -149,7 +145,7 @@ class Scheduler:
         return events
 
     def plan(self, now: float) -> StepPlan | None:
-        """Returns the next step; None where nothing can be fed."""
+        """None where nothing can be fed."""
         self._slots.start_waiting()
         fed, budget = self._to_feed()
         lookahead = self._limits.lookahead_tokens
@@ -186,12 +182,10 @@ class Scheduler:
         return self._slots.planned(rows)
 
     def _lacks_mask(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence must sit out this step because its mask is missing; the others are fed."""
         masks = self._masks
         return masks is not None and sequence.request.constraint is not None and not masks.ready(sequence.key)
 
     def _to_feed(self) -> tuple[Items[Sequence], int]:
-        """Returns the sequences that the next step may feed, and how many prompt tokens."""
         running, changes = self._slots.running, self._slots.changes
         budget = self._pacing.prompt_tokens(running, self._turns.budget)
         fed = self._turns.next(running)
@@ -200,8 +194,7 @@ class Scheduler:
         return self._throttle.choose(fed, budget, changes if len(fed) == len(running) else None)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Event]:
-        """Applies a step's result and returns the events for readers. Raises WrongResult, and applies nothing, where
-        the result does not match the plan."""
+        """Raises WrongResult, and applies nothing, where the result does not match the plan."""
         self._check(plan, result)
         self._turns.went_well()
         self._pacing.ended(plan, result, now)
@@ -234,8 +227,7 @@ class Scheduler:
         return events
 
     def _take_prompt(self, sequence: Sequence, row: Row, result: StepResult) -> list[Event]:
-        """Advances a sequence by a row that fed part of its prompt. Returns an event if the row has
-        log-probabilities."""
+        """An event carries the log-probabilities of the prompt, if any."""
         sequence.advance(row.start + row.count)
         self._prefixes.note(sequence)
         if not row.score:
@@ -243,12 +235,10 @@ class Scheduler:
         return [Event(sequence.key, prompt_logprobs=scored_tokens(sequence, row, result.rows[row.key]))]
 
     def fail(self, plan: StepPlan) -> list[Event]:
-        """Ends all that a broken step was to feed."""
         return [self._fail(sequence, Failure.STEP) for sequence in self._take_back(plan)]
 
     def raised(self, plan: StepPlan) -> list[Event]:
-        """Takes back a step that raised before any of its results was applied. Its rows are fed again, in halves, and a
-        row that was alone ends."""
+        """Takes back a step that raised. Its rows are fed again in halves; a row that was alone ends."""
         fed = self._take_back(plan)
         if not self._turns.part(plan.rows):
             return [self._fail(sequence, Failure.STEP) for sequence in fed]
@@ -257,8 +247,8 @@ class Scheduler:
         return []
 
     def out_of_memory(self, plan: StepPlan) -> list[Event]:
-        """Takes back a step that found no memory, so that its rows are fed again, fewer at a time. A row that is alone
-        and still finds none, time after time, ends."""
+        """Takes back a step that found no memory. Its rows are fed again, fewer at a time; a row that alone finds none,
+        time after time, ends."""
         fed = self._take_back(plan)
         if not self._turns.split(plan.rows):
             return [self._fail(sequence, Failure.MEMORY) for sequence in fed]
@@ -268,7 +258,6 @@ class Scheduler:
 
     @property
     def repeats(self) -> bool:
-        """Whether the step planned last feeds part of a step that failed."""
         return self._turns.repeats
 
     @property
@@ -293,8 +282,8 @@ class Scheduler:
     # How steps and sequences end
 
     def _take_back(self, plan: StepPlan) -> list[Sequence]:
-        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that it
-        was to feed and that still hold a slot."""
+        """Queues again what a failed step was to take in, since the runner may not have. Returns the sequences that
+        still hold a slot."""
         self._pacing.idle()
         self._throttle.away()
         self._slots.say_again(plan)
@@ -315,8 +304,8 @@ class Scheduler:
             raise WrongResult(f"a row returned more than {most} ids")
 
     def _wait(self, begun: list[Sequence], others: list[Row]) -> bool:
-        """Whether sequences whose prompts have just ended wait while others' prompts end, instead of decoding alone
-        beside them: those first tokens would come a decoding step later, and their own second ones no earlier."""
+        """Whether sequences whose prompts have just ended wait while others' prompts end: decoding beside them, those
+        first tokens would come a decoding step later, and their own second ones no earlier."""
         passes = all(row.count > 1 for row in others)
         ending = [self._live[row.key].request.priority for row in others if row.count > 1 and row.sample]
         own = max(sequence.request.priority for sequence in begun)
@@ -328,8 +317,8 @@ class Scheduler:
         return False
 
     def _awaits_sibling(self, sequence: Sequence, begun: set[bytes]) -> bool:
-        """Takes what others have computed of its prompt. Whether a sibling of lower rank is at its next page in this
-        very step: one of lower rank that finds no room has taken it from this one before."""
+        """Takes over shared pages of its prompt. Whether a sibling of lower rank computes its next page in this very
+        step; one that finds no room has taken it from this one before."""
         self._prefixes.catch_up(sequence)
         if sequence.request.siblings == 1:
             return False

@@ -1,4 +1,4 @@
-"""Holds the one mutable record of a live request. Only the engine loop writes it."""
+"""The one mutable record of a live request. Only the engine loop writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLOSED = -1  # no term: a chain that grows no more
 
 @dataclass(slots=True, eq=False)
 class PrefixPage:
-    """A full page that others may use. `engine.kv.prefix_index` alone writes it."""
+    """Written by `engine.kv.prefix_index` alone."""
 
     hash: bytes
     number: int  # of the page
@@ -21,7 +21,7 @@ class PrefixPage:
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A sequence's place among shared pages. `engine.kv.prefix_index` alone writes it."""
+    """Written by `engine.kv.prefix_index` alone."""
 
     root: bytes = b""
     hashes: list[bytes] = field(default_factory=list)  # of its full pages, as far as anyone asked
@@ -32,8 +32,6 @@ class Prefix:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of a live request: prompt, output so far, pages."""
-
     request: GenerationRequest
     token_ids: list[int]  # prompt, then output
     slot: int = -1  # index into per-sequence device state while it runs, else -1
@@ -62,20 +60,16 @@ class Sequence:
 
     @property
     def in_solo(self) -> bool:
-        """Whether the next step that feeds it may feed no other sequence."""
         return self.solo[0] <= self.output_length < self.solo[1]
 
     def scores(self, end: int) -> bool:
-        """Whether computing up to `end` yields log-probabilities of the prompt that were not sent yet."""
         return self.scored < min(end, self.prompt_length - 1)
 
     def advance(self, computed: int) -> None:
-        """Records that `computed` tokens are computed."""
         self.computed = computed
         self.reached = max(self.reached, computed)
 
     def skip_to(self, computed: int) -> None:
-        """Advances where shared pages did the work. What the sequence had computed itself before it lost its pages is
-        no gain."""
+        """Advances over shared pages. Tokens computed before the sequence lost its pages are no gain."""
         self.cached_tokens += max(0, min(computed, self.prompt_length) - self.reached)
         self.advance(computed)

@@ -1,12 +1,11 @@
-"""Mirrors the sequences that hold slots for a runner. Torch-free.
-
-The scheduler has its own record of each sequence; the two agree because both follow the same plans and results.
-"""
+"""Mirrors the sequences that hold slots for a runner. It agrees with the scheduler's own record because both follow the
+same plans and results."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from engine.api import Constraint, SamplingParams, Stopping
 from engine.errors import EngineFailed
@@ -15,7 +14,7 @@ from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """A sequence from its admission to a slot to its release. Executors read it, `SequenceTable` writes it."""
+    """Lives from a sequence's admission to its release. Executors read it, `SequenceTable` writes it."""
 
     key: int
     slot: int
@@ -37,12 +36,10 @@ class SequenceState:
         return len(self.token_ids) - self.prompt_length
 
     def last_position(self, max_context: int) -> int:
-        """Returns the position of the last token that a step may choose for the sequence. Where max_tokens is 0, one
-        token is chosen all the same, and dropped."""
+        """Where max_tokens is 0, one token is chosen all the same, and dropped."""
         return min(self.prompt_length + max(self.stopping.max_tokens, 1), max_context) - 1
 
     def set_pages(self, first: int, pages: Iterable[int]) -> None:
-        """Sets the pages from page `first` on."""
         if first > len(self.pages):
             raise EngineFailed(f"sequence {self.key} has {len(self.pages)} pages, page {first} cannot follow them")
         if first < len(self.pages):
@@ -51,12 +48,35 @@ class SequenceState:
         self.pages += pages
 
 
+T = TypeVar("T")
+
+
+class PerSequence(Generic[T]):
+    """What an executor keeps of sequences, keyed by slot, because executors are not notified when a sequence ends."""
+
+    def __init__(self, make: Callable[[SequenceState], T], *, paged: bool = False) -> None:
+        """`paged`: made anew when pages of the sequence were replaced."""
+        self._make = make
+        self._paged = paged
+        self._held: dict[int, tuple[SequenceState, int, T]] = {}
+
+    def of(self, sequence: SequenceState) -> T:
+        held = self._held.get(sequence.slot)
+        version = sequence.page_table_version if self._paged else 0
+        if held is None or held[0] is not sequence or held[1] != version:
+            held = self._held[sequence.slot] = sequence, version, self._make(sequence)
+        return held[2]
+
+    def forget(self, sequence: SequenceState) -> None:
+        self._held.pop(sequence.slot, None)
+
+
 class SequenceTable:
     def __init__(self) -> None:
         self._held: dict[int, SequenceState] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        """Applies a plan's slots and pages. Raises EngineFailed for a row that holds no slot."""
+        """Raises EngineFailed for a row that holds no slot."""
         held = self._held
         for released in plan.released:
             state = held.get(released.slot)
@@ -80,16 +100,13 @@ class SequenceTable:
         return self._held[row.slot]
 
     def at(self, slot: int) -> SequenceState:
-        """Returns the sequence that holds the slot."""
         return self._held[slot]
 
     def states(self) -> tuple[SequenceState, ...]:
-        """Returns the sequences that hold slots."""
         return tuple(self._held.values())
 
 
 def begin(admitted: Admitted) -> SequenceState:
-    """Returns a sequence as it is right after its admission."""
     return SequenceState(
         key=admitted.key,
         slot=admitted.slot,
@@ -105,7 +122,7 @@ def begin(admitted: Admitted) -> SequenceState:
 
 
 def readmission(state: SequenceState) -> Admitted:
-    """Returns the admission that would recreate the sequence as it is now, the inverse of `begin`."""
+    """Recreates the sequence as it is now, the inverse of `begin`."""
     return Admitted(
         key=state.key,
         slot=state.slot,

@@ -1,7 +1,7 @@
-"""Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack. Torch-free.
+"""Gives slots and pages to waiting sequences, strictly by `rank`, and preempts the last where pages lack.
 
-A sequence is running (it has a slot) or waiting; one that is fetching or parked (its reader is behind) may have no slot
-and does not wait for one.
+Running sequences have a slot. One that is fetching or parked (its reader is behind) may have none and does not wait for
+one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine.settings import PAGE_SIZE
 
 
 class Slots:
-    """Holds live sequences' slots, and the releases and admissions that plans have yet to carry."""
+    """Also holds the releases and admissions that plans have yet to carry."""
 
     def __init__(self, limits: Limits, prefixes: PrefixIndex, pacing: Pacing, *, batching: bool) -> None:
         self._limits = limits
@@ -49,17 +49,15 @@ class Slots:
 
     @property
     def most_running(self) -> int:
-        """Returns how many sequences may run at once."""
         return min(self._width, self._pacing.rows)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Enqueues a sequence for a slot, if it has none and waits for nothing else."""
         if sequence.slot < 0 and not sequence.paused and not sequence.fetching:
             self._line.add(*rank(sequence))
             self._waiting[sequence.key] = sequence
 
     def pause(self, sequence: Sequence) -> None:
-        """Pauses a sequence, which keeps its slot and pages while no other needs them."""
+        """The sequence keeps its slot and pages while no other needs them."""
         self._leave_line(sequence)
         sequence.paused = True
         self.paused += 1
@@ -80,13 +78,12 @@ class Slots:
                 self._preempt(sequence)
 
     def start_waiting(self) -> None:
-        """Gives slots and pages to waiting sequences, strictly by rank, so that a large one is not overtaken
-        forever."""
+        """Strictly by rank, so that a large sequence is not overtaken forever."""
         while self.start_first():
             pass
 
     def start_first(self) -> bool:
-        """Gives slot and pages to the first that waits; whether there was one, and room for it."""
+        """False where no sequence waits, or the first finds no room."""
         first = self._line.first()
         if first is None:
             return False
@@ -107,7 +104,7 @@ class Slots:
         return True
 
     def grow(self, sequence: Sequence, end: int) -> bool:
-        """Gives a running sequence pages for its first `end` tokens; False where it had to yield instead."""
+        """Gives pages for the first `end` tokens; False where the sequence had to yield instead."""
         while True:
             held = sequence.pages
             pages = self._prefixes.allocate(self._pages_for(end) - len(held), after=held[-1])
@@ -122,7 +119,7 @@ class Slots:
                 return False
 
     def remove(self, sequence: Sequence, *, sound: bool) -> None:
-        """Removes an ended sequence. Not `sound`: its computed pages must not be shared."""
+        """Not `sound`: its computed pages must not be shared."""
         self.paused -= sequence.paused
         if sequence.slot >= 0:
             self._stop(sequence, sound=sound)
@@ -132,8 +129,7 @@ class Slots:
     # What plans say
 
     def planned(self, rows: list[Row]) -> StepPlan:
-        """Returns the plan of these rows. The plan admits those of them that got a slot since the runner last heard of
-        them, and releases all sequences that gave one up since the last plan."""
+        """Admits those of the rows that got a slot since the last plan, and releases all that gave one up."""
         if not self._admitted and not self._released:
             return StepPlan(tuple(rows))
         # A sequence is admitted by the first step that feeds it, so that an admission that raises fails no other step.
@@ -143,7 +139,7 @@ class Slots:
         return StepPlan(tuple(rows), tuple(map(admission_of, came)), released)
 
     def say_again(self, plan: StepPlan) -> None:
-        """Repeats the releases and admissions of a failed step, since the runner may not have applied them."""
+        """Repeats releases and admissions of a failed step, since the runner may not have applied them."""
         self._released = [*plan.released, *self._released]
         still = {sequence.key: sequence for sequence in self.running}
         for admitted in plan.admitted:
@@ -153,7 +149,7 @@ class Slots:
                 sequence.planned_pages = 0
 
     def begin_anew(self, sequence: Sequence) -> None:
-        """Restarts a sequence in its slot, behind the full pages that it has."""
+        """Restarts a sequence in its slot, behind its full pages."""
         if sequence.slot not in self._admitted:
             self._released.append(Released(sequence.key, sequence.slot))
             self._admitted[sequence.slot] = sequence
@@ -167,8 +163,7 @@ class Slots:
         return self.spare or sum(not one.paused for one in self.running) < self.most_running
 
     def _given_way(self, sequence: Sequence) -> bool:
-        """Preempts the lowest-ranked background sequence to make room for an interactive one, since it might keep its
-        slot for long."""
+        """Preempts the lowest-ranked background sequence for an interactive one."""
         if sequence.request.priority != Priority.INTERACTIVE:
             return False
         ready = [one for one in self.running if not one.paused]
@@ -179,11 +174,8 @@ class Slots:
         return self._may_start()
 
     def _make_room(self, pages: int, found: list[PrefixPage]) -> bool:
-        """Whether one more sequence may start with `pages` pages besides those found; takes from paused ones what it
-        lacks.
-
-        It may if afterwards each running one could still get another page, lest it be preempted at once.
-        """
+        """Whether one more sequence may start with `pages` pages besides those found, so that afterwards each running
+        one could still get another page, lest it be preempted at once. Takes from paused ones what it lacks."""
         prefixes = self._prefixes
         paused = [sequence for sequence in self.running if sequence.paused] if self.paused else []
         wanted = pages + len(self.running) - len(paused)
@@ -197,12 +189,11 @@ class Slots:
         return -(-min(tokens, self._limits.max_context) // PAGE_SIZE)
 
     def _leave_line(self, sequence: Sequence) -> None:
-        """Removes it from the queue, if it waits."""
         if self._waiting.pop(sequence.key, None) is not None:
             self._line.discard(*rank(sequence))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes slot and pages away; once it runs again, what of prompt and output was not kept is computed anew."""
+        """What of prompt and output was not kept is computed anew later."""
         self.preemptions += 1
         self._stop(sequence, sound=True)
         self.enqueue(sequence)

@@ -1,9 +1,8 @@
 """Chooses which running sequences the next step may feed, and how many prompt tokens: all of them, unless one is in its
-solo or memory has run out.
+solo or a step failed. Solos take turns with all the others.
 
-Where a step found no memory, its rows are fed in halves, and halves of those, until the rest fits or a row is left
-alone; prompts go on in smaller chunks until sixteen steps in a row went well. Where a step raised, its rows are fed in
-halves likewise, until the row that raises is alone. Solos take turns with all the others.
+Rows of a step that found no memory are halved until the rest fits or a row is alone; prompts go on in smaller chunks
+until sixteen steps in a row went well. Rows of a step that raised are halved until the row that raises is alone.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Turns:
         self._solos.discard(sequence.key)
 
     def next(self, running: list[Sequence]) -> Items[Sequence]:
-        """Returns the sequences that the next step may feed, in their order."""
         while self._parts:
             part = self._parts.popleft()
             chosen = [one for one in running if one.key in part and not one.paused]
@@ -58,7 +56,7 @@ class Turns:
                 self._calm, self.budget = 0, min(self._whole, 2 * self.budget)
 
     def split(self, rows: Items[Row]) -> bool:
-        """Splits rows that found no memory together. False where nothing less can be tried."""
+        """Halves rows that found no memory together. False where nothing less can be tried."""
         if len(rows) == 1 and rows[0].count <= PAGE_SIZE:
             self._hopeless += 1
             if self._hopeless == _PATIENCE:
@@ -72,8 +70,7 @@ class Turns:
         return True
 
     def part(self, rows: Items[Row]) -> bool:
-        """Splits the rows of a step that raised into halves for the next steps. Returns False for a row that was
-        alone."""
+        """Halves the rows of a step that raised. False for a row that was alone."""
         if len(rows) > 1:
             self._halve(rows)
         return len(rows) > 1

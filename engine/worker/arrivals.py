@@ -1,4 +1,4 @@
-"""Reads the front's commands, and obeys them between steps; short requests also while one runs."""
+"""Obeys the front's commands between steps; short requests also while one runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Arrivals:
         self._broken: Exception | None = None  # what the link ended with while a step ran
 
     def take(self, timeout: float | None) -> None:
-        """Obeys all commands that have arrived, waiting `timeout` seconds for one, None forever. EOFError where the
-        front has gone."""
+        """Obeys arrived commands, waiting `timeout` seconds for one, None forever. EOFError where the front has
+        gone."""
         if self._broken is not None:
             raise self._broken
         self._came += self._link.receive(0 if self._came else timeout)
@@ -29,8 +29,8 @@ class Arrivals:
             self._obey(self._came.popleft())
 
     def take_early(self) -> bool:
-        """Obeys one request, if the next thing that came is a short one; whether it was. All else waits for the end of
-        the step that runs, and so does what the link ended with."""
+        """Obeys the next command if it is a short request; whether it was. All else waits for the end of the running
+        step."""
         if not self._came and self._broken is None:
             try:
                 self._came += self._link.receive(0)

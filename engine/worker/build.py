@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, choose, proposers_of, unused
+from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import GpuKernels, Parts
 from engine.fake import plain_request
@@ -54,6 +54,7 @@ from engine.worker.hardware import (
     with_pages,
 )
 from engine.worker.mirror import Others, Split
+from engine.worker.offers import SWITCHES, proposers_of, unused
 from engine.worker.ranks import Ranks
 from engine.worker.required_kernels import KernelQuery, required_kernels
 from quant.checkpoint.config import ModelConfig
@@ -88,14 +89,14 @@ class Membership(Protocol):
 
 
 def build(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> ModelRunner:
-    """Loads the model. Raises InvalidModel or Unsupported, each one line."""
+    """Raises InvalidModel or Unsupported, each one line."""
     runner = make_runner(settings, prepare(settings, progress, constraints), progress)
     _try(runner, Path(settings.model))
     return runner
 
 
 def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> GpuKernels:
-    """Begins to compile the kernels of the model's GPU. Where that is impossible, their users report why."""
+    """Begins to compile the model's kernels. Where that is impossible, their users report why."""
     device = what.placement.device
     if device.type != "cuda" or settings.decoder == "eager":
         return GpuKernels()
@@ -201,7 +202,6 @@ def _prepare(
 def _loading(
     settings: EngineSettings, config: ModelConfig, form: FolderFormat, device: torch.device, progress: Progress
 ) -> Loading:
-    """Returns where the weights of a folder go, and in which form."""
     cpu, quantized = cpu_features(), form.in_memory is not None
     dtype = pick_dtype(settings.dtype, config.dtype, device, cpu, quantized)
     narrow = device.type == "cpu" and (quantized or dtype != torch.float32)
@@ -211,8 +211,8 @@ def _loading(
 
 
 def _check_size(folder: Path, what: Loading) -> None:
-    """Checks sizes before anything is allocated: memory that the system promises and does not have ends the process.
-    Raises Unsupported."""
+    """Checks sizes before allocating: memory that the system promises and does not have ends the process. Raises
+    Unsupported."""
     placement = what.placement
     item = 0.5 if what.form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
     least = int(item * sum(math.prod(shape) for shape in dense_tensors(what.config).values()))
@@ -307,8 +307,7 @@ def room_of_rank(
 
 
 def _products_folder() -> Path | None:
-    """Returns where the choice of products is kept; None for a user without a home, for whom it is made at each
-    start."""
+    """Keeps the choice of products; None for a user without a home, who has it made at each start."""
     try:
         return default_cache().parent / "products"
     except RuntimeError:
@@ -321,7 +320,7 @@ def make_runner(
     progress: Progress,
     registry: tuple[ExecutorEntry, ...] = EXECUTORS,
 ) -> ModelRunner:
-    """Chooses the executors and warms them. Raises Unsupported where the decoder asked for cannot serve."""
+    """Chooses and warms executors. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
     choice = choose(settings.decoder, parts, registry)
     # On a CPU all but one decoder are passed over, as users expect.

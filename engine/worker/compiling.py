@@ -1,5 +1,4 @@
-"""Holds requests whose constraint is still being compiled outside the queue, so that no other request waits for
-that."""
+"""Holds requests outside the queue while their constraint is compiled, so that no other request waits."""
 
 from __future__ import annotations
 
@@ -49,7 +48,6 @@ class Compiling:
         self._constraints.forget(key)
 
     def ended(self, events: Iterable[Event]) -> None:
-        """Discards the constraint of each sequence that one of these events ends."""
         for event in events:
             if event.finish is not None or event.failure is not None:
                 self._constraints.forget(event.key)

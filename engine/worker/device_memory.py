@@ -28,7 +28,7 @@ class DeviceMemory:
         self.look(idle=True)
 
     def look(self, *, idle: bool) -> None:
-        """Asks, if it is time. Where the device is lost, what was known stays."""
+        """Asks, if it is time. Where the device is lost, the last measurement stays."""
         now = self._clock()
         if now - self._asked_at < (_IDLE if idle else _BUSY):
             return

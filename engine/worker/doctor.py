@@ -1,8 +1,5 @@
 """Reports what this machine would do with a model, without loading its weights: `python -m engine.worker.doctor` prints
-it as JSON.
-
-A process of its own, because it imports torch and initialises the GPU, which the command line should not do.
-"""
+it as JSON. A process of its own, because it imports torch and initialises the GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from typing import get_args
 import torch
 
 from engine.errors import EngineError, Unsupported
-from engine.execution.graphs import weights
-from engine.execution.registry import EXECUTORS, SWITCHES, ExecutorEntry, leaders, proposers
+from engine.execution.registry import EXECUTORS, ExecutorEntry, leaders
 from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.step_state import Parts
@@ -28,6 +24,7 @@ from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import check, weights_digest
+from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
 from engine.model.split import Part, own_config
@@ -37,6 +34,7 @@ from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtyp
 from engine.worker import hardware
 from engine.worker.build import require_split, room_of_rank
 from engine.worker.draft import read_draft
+from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
@@ -54,8 +52,6 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A decoder, a type of number or a format: in use, or why not."""
-
     name: str
     chosen: bool
     reason: str | None  # why it is not chosen; None where nothing stands against it
@@ -88,7 +84,7 @@ class RankReport:
 
 @dataclass(slots=True)
 class DoctorReport:
-    """All findings. `problems` keep a server from starting, `warnings` do not."""
+    """`problems` keep a server from starting, `warnings` do not."""
 
     torch: str
     cuda: str | None  # version that torch was built for
@@ -130,8 +126,7 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
 
 
 def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
-    """Reports on the machine and, where `settings.model` names one, on serving that model; with its digest, for which
-    all weights are read."""
+    """Reports on the machine and on serving `settings.model`, if any; its digest reads all weights."""
     report = DoctorReport(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     try:
         report.gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
@@ -208,7 +203,7 @@ def _format_reason(name: str, form: FolderFormat) -> str:
 
 
 def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.device) -> list[Option]:
-    """Lists decoders in the order of the registry; without a model, for the tiny one that an entry is tried on."""
+    """Keeps the registry's order; without a model, decoders are for the tiny one that an entry is tried on."""
     found: list[Option] = []
     taken = False
     for entry in leaders(EXECUTORS):
@@ -224,16 +219,15 @@ def _decoders(settings: EngineSettings, parts: Parts | None, device: torch.devic
 
 
 def _trial(entry: ExecutorEntry, device: torch.device) -> Parts:
-    """Makes the model that the entry is compared with eager on."""
+    """The model that the entry is compared with eager on."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(dict(entry.trial)))
+        (Path(folder) / "config.json").write_text(json.dumps(dict(trial_of(entry))))
         config, form = read_folder(Path(folder), "auto")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return _parts(config, form, Placement(dtype, device))
 
 
 def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
-    """Lists the switches that executors obey, and whether they would have an effect."""
     graph = next((one for one in report.decoders if one.name == "graph"), None)
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
@@ -245,7 +239,7 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
                 parts.model.config, _with_products(parts.model.placement, report)
             )
     else:
-        reasons = {"two_pass_head": weights.why_one_pass(parts)}
+        reasons = {"two_pass_head": few_rows_weights.why_one_pass(parts)}
     return [Option(name, reasons.get(name) is None, reasons.get(name)) for name in SWITCHES]
 
 
@@ -261,7 +255,7 @@ def _with_products(placement: Placement, report: DoctorReport) -> Placement:
 
 
 def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) -> Parts | None:
-    """Makes the draft model, if there is one. Raises InvalidModel or Unsupported for one that would be refused."""
+    """Raises InvalidModel or Unsupported for a draft model that would be refused."""
     if not settings.draft_model:
         return None
     read = read_draft(Path(settings.draft_model), Path(settings.model), config)
@@ -272,16 +266,15 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
-    """Who would guess, under the decoder in use."""
     verifier = Role.VERIFY if chosen == "graph" else chosen
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == Role.VERIFY:
-        no_draft = weights.why_not(draft)
+        no_draft = few_rows_weights.why_not(draft)
     return [Option(one.name, not one.why_not, one.why_not or None) for one in proposers(verifier, no_draft)]
 
 
 def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: KvDtype = "auto") -> Parts:
-    """Makes what an executor needs to decide `why_not`: weights without memory, one page, one slot."""
+    """Enough for an executor's `why_not`: weights without memory, one page, one slot."""
     model = Transformer(
         config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
     )
@@ -313,7 +306,7 @@ def _model(
     digest: bool,
     report: DoctorReport,
 ) -> ModelReport:
-    """Raises InvalidModel or Unsupported for what would keep it from being served. Adds what will be short."""
+    """Raises InvalidModel or Unsupported for what would keep it from being served. Adds warnings of shortages."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())

@@ -46,7 +46,7 @@ def read_draft(folder: Path, target: Path, config: ModelConfig) -> DraftFolder:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """A draft model that is loaded, and has no pages yet."""
+    """A loaded draft model without pages yet."""
 
     read: DraftFolder
     loaded: LoadedWeights
@@ -54,7 +54,6 @@ class Drafting:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes that it keeps for each page of its target."""
         return self._shape.page_bytes(self.placement.activations.dtype)
 
     def make(self, room: Room, slots: int, constraints: Constraints) -> DraftModel:

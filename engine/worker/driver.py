@@ -8,8 +8,7 @@ from threading import Thread
 
 
 def begin_context() -> None:
-    """Makes the context of the first GPU, which torch then finds, in a background thread; without a GPU nothing. Faults
-    are reported by later users of the GPU."""
+    """Makes the context of the first GPU in a background thread; without a GPU nothing. Later users report faults."""
     Thread(target=_make, name="driver", daemon=True).start()
 
 

@@ -27,9 +27,9 @@ HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinf
 class CpuFeatures:
     """Units of the instruction set, under their names in /proc/cpuinfo (x86 and Arm).
 
-    All of the engine reads them here, so that what one CPU does can be tested on another: with flags that a test makes
-    up, or in a whole process by hiding some (`HIDE`). That leaves alone what torch dispatches to, which
-    ATEN_CPU_CAPABILITY=avx2 and ONEDNN_MAX_CPU_ISA=AVX2 bound.
+    All of the engine reads them here, so that what one CPU does can be tested on another: with made up flags, or in a
+    whole process by hiding some (`HIDE`). That leaves alone what torch dispatches to, which ATEN_CPU_CAPABILITY=avx2
+    and ONEDNN_MAX_CPU_ISA=AVX2 bound.
     """
 
     flags: frozenset[str]
@@ -41,7 +41,7 @@ class CpuFeatures:
 
 
 def cpu_features(cpuinfo: Path = CPUINFO) -> CpuFeatures:
-    """Reads this machine's features, less what `HIDE` names; none where they cannot be read."""
+    """Leaves out what `HIDE` names; none where they cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
@@ -90,18 +90,18 @@ def pick_ranks(wanted: TensorParallel, device: torch.device) -> int:
 
 
 def pick_threads(wanted: int | None) -> int:
-    """Returns all cores but one: torch's threads wait for each other at every product, and one that shares its core
-    with the front holds up all of them."""
+    """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
+    front holds up all of them."""
     return wanted if wanted is not None else max(1, usable_cores() - 1)
 
 
 def pick_walkers(wanted: int | None) -> int:
-    """Returns all cores: a thread of the walk in C that is off its core holds up no other (`engine/linear/walk.c`)."""
+    """All cores: a thread of the walk in C that is off its core holds up no other (`engine/linear/walk.c`)."""
     return wanted if wanted is not None else usable_cores()
 
 
 def most_sequences(device: torch.device) -> int:
-    """Returns how many run at once, unless the settings decide."""
+    """How many run at once by default."""
     return CUDA_SEQUENCES if device.type == "cuda" else CPU_SEQUENCES
 
 
@@ -124,9 +124,8 @@ def operations_of(capability: tuple[int, int], multiprocessors: int) -> float:
 
 
 def batch_tokens(weights: int, operations: float) -> int:
-    """Returns the prompt tokens of a step, unless the settings decide, by the layers' weights and operations a second.
-    More at once is faster for prompts, and streams wait as long for their next token: a quarter of a second, where not
-    even the least takes longer."""
+    """Prompt tokens of a step by default. More at once is faster for prompts, and streams wait as long for their next
+    token: a quarter of a second, where not even the least takes longer."""
     tokens, most = CUDA_BATCH_TOKENS
     while 2 * tokens <= most and 2 * weights * 2 * tokens <= _PROMPT_SECONDS * operations:
         tokens *= 2
@@ -146,7 +145,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _cgroup_room() -> int:
-    """Returns what a container's limit leaves; boundless where there is none."""
+    """What a container's limit leaves; boundless where there is none."""
     root = Path("/sys/fs/cgroup")
     try:
         return max(int((root / "memory.max").read_text()) - int((root / "memory.current").read_text()), 0)

@@ -1,5 +1,5 @@
-"""Runs the engine's three verbs forever (plan, run, commit), and the front's commands in between. Owns when reports are
-sent and what a failed step costs."""
+"""Plans, runs and commits steps forever, and obeys the front's commands in between. Owns when reports are sent and what
+a failed step costs."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Loop:
         return True
 
     def _patience(self) -> float | None:
-        """Returns the seconds to wait for the front while nothing can be done; None forever. Deadlines are noticed that
-        much later."""
+        """Seconds to wait for the front while nothing can be done; None forever. Deadlines are noticed that much
+        later."""
         if self._scheduler.fetching or self._compiling.waiting:
             return _FETCH_INTERVAL
         if self._scheduler.live:
@@ -158,7 +158,7 @@ class Loop:
             logging.getLogger().setLevel(command.level.upper())
 
     def _step(self) -> bool:
-        """Runs one step; whether there was anything to do."""
+        """Whether there was a step to run."""
         now = time.monotonic()
         events, self._refused = self._refused, []
         events += self._scheduler.expire(now)
@@ -193,8 +193,8 @@ class Loop:
         return events
 
     def _raised(self, plan: StepPlan, result: StepResult | None, error: Exception) -> list[Event]:
-        """Handles a step that raised: its rows are fed again in parts, and a row that raises alone ends. Raises
-        EngineFailed where the device is lost or too many steps failed in a row."""
+        """Feeds the rows again in parts, and ends a row that raises alone. Raises EngineFailed where the device is lost
+        or too many steps failed in a row."""
         whole = not self._scheduler.repeats
         self._failures += whole
         self._tell_failure(plan, result, error, keep=whole or len(plan.rows) == 1)
@@ -209,7 +209,7 @@ class Loop:
 
     def _tell_failure(self, plan: StepPlan, result: StepResult | None, error: Exception, *, keep: bool) -> None:
         """Logs a failed step, with a traceback unless the last failed step had the same failure. `keep` writes a
-        recording as well."""
+        recording, too."""
         if self._recorder is not None:
             self._recorder.add(plan, result)
             if keep:
@@ -240,7 +240,7 @@ class Loop:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a step failed for lack of memory alone: what torch and Python raise on a device and on a CPU."""
+    """Whether a step failed for lack of memory alone, by what torch and Python raise on a device and on a CPU."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator: can't allocate memory" in str(error))

@@ -7,7 +7,7 @@ from engine.scheduling.plan import StepPlan
 
 
 class Marking:
-    """Follows plans. Holders of slots stand for the rows of a step of several, since they change rarely."""
+    """Holders of slots stand for the rows of a step of several, since they change rarely."""
 
     def __init__(self, mark: StepMark) -> None:
         self._mark = mark

@@ -33,11 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _NoKernels(Exception):
-    """A kernel does not compile, or there is no compiler."""
+    pass
 
 
 def _kernels(folder: Path, settings: EngineSettings, arch: str, flags: argparse.Namespace) -> None:
-    """Compiles the kernels of one model, for the GPUs of one architecture."""
     from engine.kernels.build import BuildError, KernelLibrary, architecture, kept_in  # torch, which takes seconds
     from engine.loading.formats import read_folder
     from engine.worker.required_kernels import KernelQuery, required_kernels_any_context

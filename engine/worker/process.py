@@ -1,7 +1,7 @@
 """Starts and ends the process that holds model and device: `python -m engine.worker.process --fd N`.
 
-It reports loading to the front, then readiness or refusal, all on the socket N. Exits 0 where the front has gone, 2
-where it refused to load, 1 where something failed, after which the front starts another.
+It reports loading, then readiness or refusal, on the socket N. Exits 0 where the front has gone, 2 where it refused to
+load, 1 where something failed, after which the front starts another.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _serve(link: EngineLink, marking: Marking, configure: ConfigureEngine) -> in
 
 
 def _receive_configure(link: EngineLink) -> ConfigureEngine:
-    """Receives the settings. The driver starts as soon as there is work for it."""
+    """Starts the driver as soon as there is work for it."""
     while not (commands := link.receive(timeout=None)):
         pass
     match commands:
@@ -136,7 +136,7 @@ def _build(settings: EngineSettings, progress: _ProgressReports, constraints: Co
 
 
 def _import_model() -> None:
-    """Imports torch: seconds that the fake need not pay."""
+    """Takes seconds that the fake need not pay."""
     gc.disable()  # which looks at all that is imported again and again
     importlib.import_module("engine.worker.build")
     gc.freeze()
@@ -163,7 +163,6 @@ def _recorder(settings: EngineSettings, runner: Runner) -> StepRecorder | None:
 def _prefixes(
     settings: EngineSettings, runner: Runner
 ) -> tuple[PagePool, PrefixIndex, BlockTier | None, Callable[[], TierReport] | None]:
-    """Pages, what is known of them, the tier beyond and what that does. Raises Unsupported."""
     pages = runner.pages
     pool = PagePool(runner.info.total_pages)
     index = PrefixIndex(pool, kv_identity(runner.info, pages.layout), settings.prefix_cache)
@@ -176,7 +175,7 @@ def _prefixes(
 
 
 class _ProgressReports:
-    """Passes progress on, not more often than anyone can watch."""
+    """Passes on no more progress than a reader can follow."""
 
     def __init__(self, link: EngineLink) -> None:
         self._link = link

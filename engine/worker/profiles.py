@@ -1,8 +1,4 @@
-"""Profiles of the engine process, beside its step loop.
-
-Stacks of Python are all there is so far. What runs on a device is not among them; a profile of kernels would begin and
-end here as well.
-"""
+"""Profiles of the engine process, beside its step loop: stacks of Python, not kernels on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ class ProfileRecorder:
         self._sampler: StackSampler | None = None
 
     def obey(self, command: StartProfile | EndProfile) -> None:
-        """Starts or ends a profile, which also ends by itself."""
+        """A profile also ends by itself."""
         if isinstance(command, EndProfile) and command.ticket != self._ticket:
             self._send(Profiled(command.ticket, ""))
             return

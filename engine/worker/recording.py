@@ -1,9 +1,6 @@
-"""Records an engine's last steps in memory and writes them to a file when one of them fails, so that they can be
-repeated elsewhere (`engine.worker.replay`).
-
-The file holds the token ids of prompts and answers. Only its owner can read it, and it is only made where settings ask
-for it.
-"""
+"""Records an engine's last steps in memory and writes them to a file when one of them fails, to be repeated elsewhere
+(`engine.worker.replay`). The file holds the token ids of prompts and answers: only its owner can read it, and it is
+only made where settings ask for it."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 class StepRecorder:
-    """Keeps the last steps. What leaves them is folded into what its sequences are before the next."""
+    """Keeps the last steps; older ones are folded into their sequences' state."""
 
     def __init__(
         self,
@@ -85,8 +82,8 @@ class StepRecorder:
             self._fold()
 
     def write(self, fault: BaseException) -> Path | None:
-        """Returns the file that was written; None where there are enough of this process, or there is no room for it.
-        Later steps are a recording of their own, which begins behind the fault."""
+        """None where there are enough files of this process, or there is no room. Later steps are a recording of their
+        own, which begins behind the fault."""
         if self._files == MOST_FILES:
             return None
         try:
@@ -121,7 +118,7 @@ class StepRecorder:
         )
 
     def _write(self, data: bytes) -> Path:
-        """Writes atomically: the name appears only once all is there. Opened with O_EXCL and mode 0600 by mkstemp."""
+        """The name appears only once all is there. Opened with O_EXCL and mode 0600 by mkstemp."""
         handle, part = tempfile.mkstemp(prefix="whippet-steps-", suffix=".part", dir=self._folder)
         try:
             with os.fdopen(handle, "wb") as file:

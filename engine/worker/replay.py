@@ -1,7 +1,6 @@
 """Repeats recorded steps and compares the results: `python -m engine.worker.replay FILE --model FOLDER`.
 
-A row that begins beyond what this run has computed of its sequence, because that was done before the first recorded
-step, by another sequence, or came from Redis, gets the missing tokens computed first.
+Tokens that were computed before the first recorded step, by another sequence, or came from Redis, are computed first.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ PIECE = 512  # tokens of a row that only makes up for what is missing
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """How many steps went as recorded, and what then was different."""
+    """How many steps went as recorded, and the first difference."""
 
     steps: int  # that were equal
     difference: str | None  # None: all were
@@ -82,14 +81,14 @@ class Replay:
         return self._runner.run(StepPlan(tuple(rows.values())), assignment)
 
     def _recorded(self, row: Row) -> Row:
-        """Returns the row, with all its pages where the runner has just been given its sequence anew."""
+        """Gives the row all its pages where the runner has just been given its sequence anew."""
         if row.key not in self._astray:
             return row
         self._astray.discard(row.key)
         return _with_pages(row, 0, tuple(self._truth.of(row).pages))
 
     def _made_up(self, row: Row) -> Row:
-        """Returns the row, once all before it is computed."""
+        """Computes all tokens before the row."""
         while (done := self._runner.checker.in_place(row)) < row.start:
             count = min(PIECE, row.start - done)
             missing = Row(row.key, row.slot, done, count, False, row.first_page, row.pages)
@@ -98,8 +97,7 @@ class Replay:
         return row
 
     def _difference(self, plan: StepPlan, recorded: StepResult, found: StepResult) -> str | None:
-        """Compares ids alone. How many a step makes may depend on time: surplus or missing ones are left to later
-        steps."""
+        """Compares ids alone. Their number may depend on time: surplus or missing ones are left to later steps."""
         for row in plan.rows:
             if not row.sample:
                 continue
@@ -114,7 +112,7 @@ class Replay:
 
 
 def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
-    """Replays until the first step that is different."""
+    """Stops at the first step that is different."""
     steps = Replay(runner, recording.held)
     for count, recorded in enumerate(recording.steps):
         difference = steps.step(recorded)
@@ -124,8 +122,7 @@ def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
 
 
 def settings_of(recording: Recording, model: str, device: Device | None, decoder: DecoderChoice) -> EngineSettings:
-    """Returns the recorded settings, but for a model, a device and a decoder that are given. One process repeats the
-    steps of a split model."""
+    """Recorded settings, but for the given model, device and decoder. One process repeats steps of a split model."""
     info, changes = recording.info, dict[str, Any](tensor_parallel="auto")
     if info.dtype in get_args(Dtype):
         changes["dtype"] = info.dtype

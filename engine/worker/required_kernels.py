@@ -1,9 +1,6 @@
 """Predicts which kernels a server will use before its weights are read: they are compiled meanwhile, or ahead by
-`whippet prebuild`, on a machine without a GPU.
-
-The executors list them with the code of their own start, over a model of shapes alone. A kernel that is missing here is
-compiled when it is used.
-"""
+`whippet prebuild`, on a machine without a GPU. Executors list them by their own start, over a model of shapes alone;
+one that is missing here is compiled when it is used."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ class KernelQuery:
 
 
 def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
-    """Returns the sources and their definitions, and some more where it is not known how far memory will go."""
+    """Includes some more where it is not known how far memory will go."""
     wanted = WantedKernels(what.gpu)
     if settings.decoder not in ("auto", "graph"):
         return wanted.sources

@@ -24,8 +24,6 @@ _META = torch.device("meta")
 
 
 def shape_weights(config: ModelConfig, form: FolderFormat, dtype: torch.dtype) -> Weights:
-    """The weights that loading would come to."""
-
     def linear(_: TensorSource, projection: Projection, nowhere: Placement) -> Linear:
         return _linear(form.in_memory, projection, nowhere)
 
@@ -33,7 +31,7 @@ def shape_weights(config: ModelConfig, form: FolderFormat, dtype: torch.dtype) -
 
 
 def fewer_layers(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weights]:
-    """The same with as many layers as show every kind of layer behind every kind that it follows."""
+    """Keeps as many layers as show every kind of layer behind every kind that it follows."""
     layers = weights.layers
     kinds = [_kind(layer) for layer in layers]
     last = {pair: at for at, pair in enumerate(pairwise(kinds))}
@@ -61,7 +59,7 @@ def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) 
 
 
 def _kept(spec: QuantSpec | None, prefix: str) -> str:
-    """Returns the form of a part, as far as the form decides whether parts can be stacked."""
+    """The form of a part, as far as it decides whether parts can be stacked."""
     if spec is None or not spec.covers(prefix):
         return "plain"
     return spec.form(prefix) if isinstance(spec, GgufSpec) else "packed"

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerSwitches:
-    """Holds each switch as it was last set. A changed one is on trial for its next steps."""
+    """A changed switch is on trial for its next steps."""
 
     def __init__(
         self, settings: EngineSettings, runner: Runner, scheduler: Scheduler, tier: BlockTier | None = None
@@ -32,7 +32,7 @@ class WorkerSwitches:
         self._trials: dict[str, int] = {}  # steps left, the last one set at the end
 
     def set(self, name: str, enabled: bool) -> str | None:
-        """Returns why it cannot be set, or None."""
+        """Why the switch cannot be set."""
         try:
             self._put(name, enabled)
         except EngineError as error:
@@ -45,7 +45,7 @@ class WorkerSwitches:
         return None
 
     def worked(self) -> bool:
-        """Records a good step. Whether a trial ended with it."""
+        """Records a good step; whether a trial ended with it."""
         if not self._trials:
             return False
         tried = len(self._trials)

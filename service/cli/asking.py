@@ -17,7 +17,7 @@ _FIELD = "stopping.max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How a call ended: with `error`, unless the answer is complete; `interrupted` by ctrl-C, which is an error too."""
+    """Without an `error`, the answer is complete; `interrupted` by ctrl-C is an error too."""
 
     error: grpc.RpcError | None
     interrupted: bool
@@ -32,8 +32,8 @@ class Asker:
         self._timeout = timeout
 
     def ask(self, request: pb.GenerateStreamRequest, out: TerminalOutput) -> CallOutcome:
-        """Asks for LIMIT tokens at most where the request names no limit, and reports where that cuts the answer short.
-        Where the context leaves fewer than LIMIT, the server refuses that number and is asked without one."""
+        """Without a limit in the request, asks for LIMIT tokens, and prints where that cuts the answer short; asks
+        without one where the server refuses LIMIT."""
         if request.stopping.HasField("max_tokens"):
             return self._stream(request, out)
         limited = pb.GenerateStreamRequest()

@@ -1,4 +1,4 @@
-"""Measures this machine or a running server: `whippet bench`. `bench` does it in a process of its own."""
+"""Measures this machine or a running server: `whippet bench`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `python -m bench`."""
     return run_module("bench", argv)

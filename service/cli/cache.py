@@ -1,4 +1,4 @@
-"""Replays traces through the caches: `whippet cache replay`. `bench.replay` does it in a process of its own."""
+"""Replays traces through the caches: `whippet cache replay`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `bench.replay`."""
     return run_module("bench.replay", argv)

@@ -1,4 +1,5 @@
-"""Connects clients to a server: address, credentials, and its refusals in one line."""
+"""Connects clients to a server: address, credentials, and its refusals in one line. docs/operations/README.md lists the
+exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _SCHEMES = ("unix:", "dns:", "ipv4:", "ipv6:")  # of gRPC's names, which are lef
 
 
 class UsageError(Exception):
-    """The command line cannot be used. One line, never with a secret in it."""
+    """One line, never with a secret in it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,7 +48,6 @@ class ServerAddress:
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser) -> None:
-        """Adds flags of a command that calls as callers do."""
         parser.add_argument("--address", default=DATA, metavar="HOST[:PORT]", help="default: %(default)s")
         cls._add_credentials(parser, DATA)
 
@@ -55,7 +55,7 @@ class ServerAddress:
     def add_operator_flags(
         cls, parser: argparse.ArgumentParser, default: str = ADMIN, port: str = "the admin port"
     ) -> None:
-        """Adds flags of an operators' command: the address is its first word."""
+        """The address is the command's first word."""
         parser.add_argument(
             "address", nargs="?", default=default, metavar="HOST[:PORT]", help=f"{port}; default: %(default)s"
         )
@@ -95,7 +95,6 @@ class ServerAddress:
 
 
 def _with_port(address: str, port: str) -> str:
-    """Adds the server's default port to `localhost`, `::1` and `[::1]`."""
     if address.startswith(_SCHEMES):
         return address
     with contextlib.suppress(ValueError):
@@ -121,19 +120,18 @@ def _read(path: Path) -> bytes:
 
 
 def exit_code(error: grpc.RpcError) -> int:
-    """Returns 64 and the gRPC code, as grpcurl has it."""
+    """64 and the gRPC code, as grpcurl has it."""
     number: int = cast(grpc.Call, error).code().value[0]
     return 64 + number
 
 
 def probe_code(error: grpc.RpcError) -> int:
-    """Returns the exit code, with one code for a server that does not answer."""
+    """One code for a server that does not answer."""
     silent = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
     return NO_ANSWER if cast(grpc.Call, error).code() in silent else exit_code(error)
 
 
 def explain(error: grpc.RpcError, address: str) -> str:
-    """Describes an error in one line: the code, the server's message, the wrong fields, when to retry."""
     call = cast(grpc.Call, error)
     message = call.details() or "no reason given"
     details = _details(call)
@@ -176,8 +174,8 @@ def _details(call: grpc.Call) -> list[status_pb2.google_dot_protobuf_dot_any__pb
 
 @contextlib.contextmanager
 def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
-    """Yields an event that is set at ctrl-C. An exception raised inside grpc is lost now and then; a handler is not.
-    Another thread cancels the call, since this one may hold the call's own lock."""
+    """Yields an event that is set at ctrl-C by a handler: an exception raised inside grpc is lost now and then. Another
+    thread cancels the call, since this one may hold its lock."""
     happened = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:
@@ -192,6 +190,5 @@ def cancelled_at_ctrl_c(call: grpc.Call) -> Iterator[threading.Event]:
 
 
 def complain(line: str, code: int) -> int:
-    """Prints one line on stderr and returns the exit code."""
     sys.stderr.write(f"whippet: {line}\n")
     return code

@@ -23,8 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def constraint_of(flags: argparse.Namespace) -> pb.Constraint | None:
-    """Returns the constraint given. Raises UsageError where a file cannot be read, ValueError where a text is not
-    UTF-8."""
+    """Raises UsageError where a file cannot be read, ValueError where a text is not UTF-8."""
     if flags.json_schema is not None:
         return pb.Constraint(json_schema=_text(flags.json_schema))
     if flags.grammar is not None:

@@ -1,7 +1,5 @@
-"""Runs a conversation on a terminal, `whippet generate` without a prompt: question and answer in turns, until ctrl-D.
-
-Messages are kept in memory alone, typed lines included. There are only three commands: sampling is set once, by flags.
-"""
+"""Runs a conversation on a terminal, `whippet generate` without a prompt, until ctrl-D. Messages are kept in memory
+alone, typed lines included."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ class ConversationTurns:
         self._messages: list[pb.ChatMessage] = []
 
     def asked(self, question: str) -> pb.Chat:
-        """Returns the chat that ends with a question, which is kept once it has an answer."""
+        """The question is kept once it has an answer."""
         system = [] if self.system is None else [pb.ChatMessage(role="system", content=self.system)]
         return pb.Chat(messages=[*system, *self._messages, _user(question)])
 
@@ -53,7 +51,7 @@ def _user(text: str) -> pb.ChatMessage:
 
 
 class Conversation:
-    """`request` holds everything but the messages. `timeout`: seconds for each answer."""
+    """`request` holds everything but the messages."""
 
     def __init__(
         self,
@@ -69,7 +67,6 @@ class Conversation:
         self._turns = turns
 
     def run(self) -> int:
-        """Runs until the user ends it. Returns the exit code."""
         _edit_lines()
         sys.stderr.write(f"{_WELCOME}\n")
         while True:
@@ -84,7 +81,7 @@ class Conversation:
                 complain("that is not UTF-8 text", 0)
 
     def _obey_or_ask(self, line: str) -> bool:
-        """Returns False where the conversation should end."""
+        """False where the conversation should end."""
         command = _COMMAND.fullmatch(line.rstrip())
         if command is None:
             if line.strip():
@@ -104,7 +101,6 @@ class Conversation:
         return True
 
     def _ask(self, question: str) -> None:
-        """Asks a question. An error is printed in one line, and the question is dropped."""
         request = pb.GenerateStreamRequest()
         request.CopyFrom(self._request)
         request.chat.MergeFrom(self._turns.asked(question))
@@ -118,7 +114,6 @@ class Conversation:
 
 
 def _edit_lines() -> None:
-    """Enables line editing and history, where this Python has readline, which reads a paste of several lines as one."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -126,8 +121,8 @@ def _edit_lines() -> None:
 
 
 def _read() -> str | None:
-    """Returns a message; None at the end of input. Input that is already waiting belongs to it, so that half a paste is
-    never sent by a terminal that does not mark them."""
+    """None at the end of input. Input that is already waiting belongs to the message, so that half a paste is never
+    sent."""
     lines: list[str] = []
     try:
         lines.append(input(_PROMPT))

@@ -1,4 +1,4 @@
-"""Converts pickled weights of a folder to safetensors: `whippet convert`. `quant` does it in a process of its own."""
+"""Converts pickled weights of a folder to safetensors: `whippet convert`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `quant`."""
     return run_module("quant", ["convert", *argv])

@@ -1,8 +1,7 @@
 """Reports what this machine has, and how a model would be served on it: `whippet doctor`.
 
-The engine's part comes from a process of its own, `python -m engine.worker.doctor`. Exit code 1 where serving is
-impossible, 2 where the path is no model's folder. A port that is taken is reported but does not fail, since a running
-server takes it.
+Exit code 1 where serving is impossible, 2 where the path is no model's folder. A taken port does not fail, since a
+running server takes it.
 """
 
 from __future__ import annotations
@@ -107,7 +106,6 @@ def examine(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
-    """Returns where compiled code and the embedder are kept, what is wrong with it, and problems that forbid it."""
     try:
         found = look(folder, os.environ)
     except UnsafeFolder as error:
@@ -116,7 +114,6 @@ def _kept(folder: Path | None) -> tuple[dict[str, str | None], list[str]]:
 
 
 def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
-    """Returns the folder of what was made ahead, and problems that forbid it."""
     named = os.environ.get(PREBUILT)
     try:
         path = look_ahead(folder or (Path(named) if named else None))
@@ -126,7 +123,6 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 
 
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns the report of `engine.worker.doctor`; `problems` alone where it gives none."""
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
     arguments += ["--tensor-parallel", flags.tensor_parallel]
@@ -157,7 +153,6 @@ def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def _text_report(folder: str | None, template: Path | None) -> tuple[dict[str, Any] | None, list[str]]:
-    """Facts of the tokenizer and the chat template, and problems with them."""
     if folder is None:
         return None, []
     from service.core.text import Tokenizer

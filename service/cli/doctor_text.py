@@ -10,7 +10,6 @@ _MORE = "--all: this machine, and what is not in use"
 
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
-    """Renders the verdict first, then what matters before serving; with `everything` also what is as usual."""
     lines = [
         ("verdict", "serving is impossible" if report["problems"] else "ready to serve"),
         *(("problem", problem) for problem in report["problems"]),
@@ -78,8 +77,6 @@ def _rank(rank: dict[str, Any]) -> str:
 
 
 def _matters(option: dict[str, Any], title: str, engine: dict[str, Any]) -> bool:
-    """Whether to print it: what is in use; where there is a GPU, or the model is split, also why a faster way is
-    not."""
     lost = engine["gpus"] and title in ("decoders", "optimizations")
     lost = lost or (engine.get("ranks") and title == "optimizations" and option["name"] == "fused_kernels")
     return bool(option["chosen"] or (lost and option["reason"]))

@@ -1,9 +1,5 @@
-"""Takes a running server out of service, or back into it: `whippet drain`, for hooks before a stop, and operators.
-
-Exit codes: 0 done: with --wait drained, without it begun; 1 where requests were still live when the time was over;
-2 for a command line that makes no sense; 3 where no answer comes in time; 64 and the gRPC code for a refusal; 130 for
-ctrl-C, which ends the wait and not the drain.
-"""
+"""Takes a running server out of service, or back into it: `whippet drain`. Exit code 1 where requests are live when the
+time is over; ctrl-C ends the wait and not the drain."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures a model's perplexity and its distance from another: `whippet evaluate`. `quant` does it in a process of its
-own."""
+"""Measures a model's perplexity and its distance from another: `whippet evaluate`."""
 
 from __future__ import annotations
 
@@ -9,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `quant`."""
     return run_module("quant", ["evaluate", *argv])

@@ -1,9 +1,5 @@
-"""Sends a prompt to a server and streams the answer to stdout: `whippet generate`. Without a prompt, on a terminal, it
-holds a conversation.
-
-Exit codes: 0; 2 for a command line that makes no sense; 64 and the gRPC code for a refusal; 130 for ctrl-C; 141 where
-stdout was closed by its reader.
-"""
+"""Streams the answer to a prompt to stdout: `whippet generate`. Without a prompt, on a terminal, holds a conversation.
+Exit code 141 where stdout was closed by its reader."""
 
 from __future__ import annotations
 
@@ -96,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds sampling flags. Without one, the model's own default applies."""
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help=f"the most tokens; default: {LIMIT}, or what the context leaves"
     )
@@ -146,7 +141,6 @@ def _template_argument(text: str) -> tuple[str, Any]:
 
 
 def _request(flags: argparse.Namespace) -> pb.GenerateStreamRequest:
-    """Makes the request without its input, from the flags given, which the server validates."""
     try:
         sampling = {name: getattr(flags, name) for name in _SAMPLING}
         request = pb.GenerateStreamRequest(

@@ -1,8 +1,4 @@
-"""Asks a server whether it serves, for probes and scripts: `whippet health`.
-
-Exit codes: 0 serving; 1 not serving; 2 for a command line that makes no sense; 3 where no answer comes in time; 64 and
-the gRPC code for a refusal; 130 for ctrl-C.
-"""
+"""Asks a server whether it serves: `whippet health`. Exit code 1 where it does not."""
 
 from __future__ import annotations
 

@@ -10,18 +10,17 @@ from pathlib import Path
 
 
 def command(module: str, arguments: Sequence[str]) -> list[str]:
-    """Arguments that run a module in this interpreter; the current folder is not importable."""
+    """The current folder is not importable there."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment() -> Mapping[str, str]:
-    """Returns the environment with a PYTHONPATH that finds the packages of this process."""
     home = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))}
 
 
 def run_module(module: str, arguments: Sequence[str]) -> int:
-    """Runs in the foreground on this terminal and handles ctrl-C itself. Returns its exit code."""
+    """Runs on this terminal and handles ctrl-C itself."""
     with subprocess.Popen(command(module, arguments), env=environment()) as child:
         while True:
             try:
@@ -31,5 +30,5 @@ def run_module(module: str, arguments: Sequence[str]) -> int:
 
 
 def _exit_code(returned: int) -> int:
-    """Returns 128 and the signal's number, as shells have it, for a process that a signal ended."""
+    """A process that a signal ended has 128 and its number, as in shells."""
     return 128 - returned if returned < 0 else returned

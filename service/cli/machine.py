@@ -34,7 +34,7 @@ PACKAGES = ("torch", "grpcio", "protobuf", "tokenizers", "safetensors", "jinja2"
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes and counts. None where the system does not report it."""
+    """None where the system does not report it."""
 
     system: str
     python: str
@@ -77,7 +77,6 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
 
 
 def probe(address: str) -> PortState:
-    """Binds the address and closes it again."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -94,13 +93,12 @@ def probe(address: str) -> PortState:
 
 
 def _compiler() -> str | None:
-    """Finds the compiler as the engine does: $CC, or the first of the usual names."""
+    """Searches as the engine does: $CC, or the first of the usual names."""
     named = os.environ.get("CC")
     return next(filter(None, map(shutil.which, (named,) if named else ("cc", "gcc", "clang"))), None)
 
 
 def _fields(path: Path) -> dict[str, str]:
-    """Reads `name: value` lines; the first of each name counts."""
     found: dict[str, str] = {}
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -114,7 +112,6 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _bytes(value: str | None) -> int | None:
-    """Parses meminfo's "123 kB"."""
     number = (value or "").split()
     return int(number[0]) * 1024 if number and number[0].isdigit() else None
 

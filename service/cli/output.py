@@ -18,8 +18,6 @@ _HARMLESS = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(1
 
 
 class PrintedAnswer:
-    """One of the answers, as far as it has arrived."""
-
     def __init__(self) -> None:
         self.text = ""
         self.reasoning = ""
@@ -63,7 +61,7 @@ class PrintedAnswer:
 
 class TerminalOutput:
     """`live`: piece by piece; of several answers the first incomplete one, and the others behind it. Reasoning is
-    printed on a terminal alone, apart from the answer."""
+    printed on a terminal alone."""
 
     def __init__(self, live: bool, answers: int = 1) -> None:
         self._live = live
@@ -110,7 +108,6 @@ class TerminalOutput:
         return self._answers[index]
 
     def close(self) -> None:
-        """Ends the output, since the answers are complete."""
         self._think(False)
         if not self._live:
             sys.stdout.write(json.dumps(self._object(), ensure_ascii=False))
@@ -118,14 +115,12 @@ class TerminalOutput:
         sys.stdout.flush()
 
     def end_line(self) -> None:
-        """Makes the next output on the terminal begin on a new line."""
         self._think(False)
         if self._last != "\n":
             self._write("\n")
 
     def _show_next(self) -> None:
-        """Turns to the next answer and prints what has arrived of it; several are separated by their numbers on a
-        terminal, by an empty line elsewhere."""
+        """Several are separated by their numbers on a terminal, by an empty line elsewhere."""
         self._showing += 1
         if self._live and self._wanted > 1:
             self.end_line()
@@ -145,7 +140,6 @@ class TerminalOutput:
             self._write(text)
 
     def _think(self, begins: bool) -> None:
-        """Marks where reasoning begins or ends."""
         if begins == self._thinking:
             return
         self._thinking = begins
@@ -161,7 +155,6 @@ class TerminalOutput:
         self._last = printable[-1]
 
     def _object(self) -> dict[str, Any]:
-        """Returns the fields of `GenerateResponse`."""
         first, *more = (answer.object() for answer in self._answers)
         found = {"request_id": self._info.request_id, "model": self._info.model, **first}
         return {**found, "more_answers": more} if more else found

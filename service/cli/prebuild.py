@@ -1,4 +1,4 @@
-"""Makes ahead what servers compile or export at their first start, in processes of their own: `whippet prebuild`."""
+"""Makes ahead what servers compile or export at their first start: `whippet prebuild`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes 4-bit or 8-bit weights of a model folder: `whippet quantize`. `quant` does it in a process of its own."""
+"""Makes 4-bit or 8-bit weights of a model folder: `whippet quantize`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `quant`."""
     return run_module("quant", ["quantize", *argv])

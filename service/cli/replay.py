@@ -1,4 +1,4 @@
-"""Repeats the steps that an engine recorded before a fault, in a process of its own: `whippet replay`."""
+"""Repeats the steps that an engine recorded before a fault: `whippet replay`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `engine.worker.replay`."""
     return run_module("engine.worker.replay", argv)

@@ -8,5 +8,4 @@ from service.cli.interpreter import run_module
 
 
 def run(argv: Sequence[str]) -> int:
-    """Takes the flags of `bench.live`."""
     return run_module("bench.live", argv)

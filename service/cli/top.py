@@ -1,8 +1,4 @@
-"""Prints repeatedly what a running server does: `whippet top`.
-
-Exit codes: 0 after ctrl-C, `q` or the one frame of --once; 2 for a command line that makes no sense; 64 and the gRPC
-code where --once gets no answer, or where the server refuses to be looked at.
-"""
+"""Prints repeatedly what a running server does: `whippet top`."""
 
 from __future__ import annotations
 
@@ -115,7 +111,7 @@ class ServerWatch:
         self._trouble = ""
 
     def lines(self, width: int) -> list[str]:
-        """Returns the frame; before the second poll, over the server's whole life."""
+        """Before the second poll, covers the server's whole life."""
         trouble = [f"trying again: {self._trouble}"[:width]] if self._trouble else []
         if not self._looks:
             return trouble
@@ -131,7 +127,6 @@ def _once(watch: ServerWatch, interval: float) -> None:
 
 
 def _listed(watch: ServerWatch, interval: float) -> None:
-    """Prints one frame after another, for a file or a pipe."""
     while True:
         watch.look()
         _print(watch)
@@ -139,7 +134,6 @@ def _listed(watch: ServerWatch, interval: float) -> None:
 
 
 def _print(watch: ServerWatch) -> None:
-    """Prints as wide as COLUMNS, else 120. A blank line separates frames."""
     width = shutil.get_terminal_size((120, 40)).columns
     sys.stdout.write("\n".join([*watch.lines(width), "", ""]))
     sys.stdout.flush()
@@ -160,7 +154,7 @@ def _live(watch: ServerWatch, interval: float) -> None:
 
 @contextmanager
 def _screen() -> Iterator[Callable[[float], bool]]:
-    """Opens an alternate screen, closed at the end. Yields a function that waits for `q`."""
+    """Opens an alternate screen. Yields a function that waits for `q`."""
     keys = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
     before = None if keys is None else termios.tcgetattr(keys)
 

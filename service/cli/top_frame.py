@@ -1,8 +1,5 @@
-"""Renders one frame of `whippet top` from two polls of a server.
-
-Rates and latencies are of the time between the two polls; where the engine was restarted meanwhile, its counters and
-rates begin at 0.
-"""
+"""Renders a frame of `whippet top`: rates and latencies between two polls, from 0 where the engine was restarted
+meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ class Look:
 
 
 def birth(look: Look) -> Look:
-    """Returns the empty load of the server's start."""
+    """The empty load of the server's start."""
     return Look(look.at - look.load.uptime.ToNanoseconds() / 1e9, admin_pb2.GetLoadResponse())
 
 
@@ -51,7 +48,6 @@ class Between:
         self.seconds = max(now.at - before.at, 1e-9)
 
     def rate(self, field: str) -> float:
-        """Returns the rate of a counter per second."""
         count: int = getattr(self._now, field) - getattr(self._before, field)
         return max(0, count) / self.seconds
 
@@ -68,13 +64,12 @@ class Between:
 
     @property
     def processor(self) -> float:
-        """Returns the share of one core that the front used."""
+        """The share of one core that the front used."""
         used = self._now.front_cpu.ToNanoseconds() - self._before.front_cpu.ToNanoseconds()
         return max(0.0, used / 1e9 / self.seconds)
 
 
 def frame(before: Look, now: Look, width: int) -> list[str]:
-    """Returns lines of at most `width`."""
     if now.load.uptime.ToNanoseconds() < before.load.uptime.ToNanoseconds():  # it was started again
         before = birth(now)
     load, between = now.load, Between(before, now)
@@ -185,8 +180,7 @@ def _front(load: admin_pb2.GetLoadResponse, between: Between) -> Iterator[Row]:
 
 
 def quantile(borders: list[float], counts: list[int], share: float) -> float | None:
-    """Returns the value below which `share` of the counted values lie, as if they spread evenly in their bucket. Beyond
-    the last border it is that border. None where nothing was counted."""
+    """Takes values to be spread evenly in their bucket; at most the last border. None where nothing was counted."""
     below, wanted = 0, share * sum(counts)
     if not wanted:
         return None
@@ -203,7 +197,6 @@ def _row(label: str, cells: Iterable[str]) -> Row:
 
 
 def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
-    """Yields lines; cells that do not fit beside the label continue below."""
     line = label
     for part in cells:
         if len(line) + len(part) > width and len(line) > _LABEL:
@@ -214,7 +207,6 @@ def _lines(label: str, cells: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _first(rates: Mapping[str, float], name: str) -> list[tuple[str, float]]:
-    """Returns rates with `name` first, present or not; others only while they are above 0."""
     others = [(other, rate) for other, rate in rates.items() if other != name and rate]
     return [(name, rates.get(name, 0.0)), *others]
 

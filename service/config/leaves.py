@@ -26,12 +26,12 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """Returns the name that flags and messages use: `scheduler.max-sequences`."""
+        """The name in flags and messages: `scheduler.max-sequences`."""
         return spelled(self.path)
 
     @property
     def values(self) -> str:
-        """Returns the permitted values for `--help`: `{auto,cpu,cuda}`, or a word for the type, or both."""
+        """Permitted values for `--help`: `{auto,cpu,cuda}`, or a word for the type, or both."""
         kind = _plain(self.type)
         if (beside := _beside(self.type)) is not None:
             return f"{{{','.join(map(str, get_args(kind)))},{_WORDS[beside]}}}"
@@ -47,7 +47,6 @@ def spelled(path: Path) -> str:
 
 
 def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
-    """Yields all settings below a dataclass, in its order."""
     hints = get_type_hints(tree, include_extras=True)
     for one in fields(tree):
         path, kind = (*parents, one.name), hints[one.name]
@@ -67,7 +66,6 @@ def _beside(kind: Any) -> type | None:
 
 
 def _plain(kind: Any) -> Any:
-    """Returns the type without `| None` and annotations."""
     if get_origin(kind) is Annotated:
         return _plain(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):

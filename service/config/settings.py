@@ -1,8 +1,5 @@
-"""Defines the one settings tree and its defaults.
-
-A leaf is a field of a frozen dataclass: its type, its default, its help (with the unit) and its bounds stand there and
-nowhere else. The settings of engine and caches are defined in their own `settings` modules and mounted here unchanged.
-"""
+"""Defines the one settings tree. A leaf's type, default, help (with the unit) and bounds stand in its field and nowhere
+else; the settings of engine and caches are mounted from their own `settings` modules."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s\[\]]+):(\d{1,5})")
 
 
 class BadSettings(Exception):
-    """The settings cannot be used. One line, names each setting and what is wrong with it."""
+    """One line that names each setting and what is wrong with it."""
 
 
 def _address(address: str) -> str:
@@ -57,8 +54,6 @@ AddressOrNone = Annotated[str, AfterValidator(lambda address: address and _addre
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    """Bounds on waiting work and on what callers may send."""
-
     queued_requests: int = setting(256, "generations beyond those that run at once", ge=0)
     queued_prompt_tokens: int = setting(1_048_576, "prompt tokens of requests without a first token", ge=1)
     queue_timeout: float | None = setting(
@@ -94,8 +89,6 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """Protocols of the data port beside whippet.v1."""
-
     vllm_engine: bool = setting(True, "vllm.grpc.engine, for gateways that speak to vLLM")
     open_inference: bool = setting(True, "inference, KServe's open inference protocol")
 
@@ -175,7 +168,7 @@ class LogOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSwitches:
-    """Optimisations of whole answers. Neither changes greedy output."""
+    """Neither changes greedy output."""
 
     response_cache: bool = setting(True, "answer identical questions once")
     semantic_cache: bool = setting(True, "look for questions that mean the same, as set by cache.semantic.mode")
@@ -184,7 +177,7 @@ class AnswerSwitches:
 # Fields are those of the bases from the last one to the first: this is the order of `--help`.
 @dataclass(frozen=True, kw_only=True)
 class OptimizationOptions(PrefixSwitches, AnswerSwitches, ExecutionSwitches):
-    """Switches, which can also be set while requests are served."""
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +236,7 @@ class Settings(ModelOptions, ServedOptions):
 
     @property
     def served_name(self) -> str:
-        """Returns what requests may put into their field `model`."""
+        """What requests may put into their field `model`."""
         if self.model_name is not None:
             return self.model_name
         if self.model is None:
@@ -252,7 +245,7 @@ class Settings(ModelOptions, ServedOptions):
         return path.stem if path.suffix.lower() == ".gguf" else path.resolve().name
 
     def engine_settings(self, vocab_size: int | None = None) -> EngineSettings:
-        """Returns the engine's settings. `vocab_size` is the tokenizer's, for a fake engine that must use its ids."""
+        """`vocab_size` is the tokenizer's, for a fake engine that must use its ids."""
         return EngineSettings(
             model=self.model or "",
             model_digest=self.model_digest,

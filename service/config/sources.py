@@ -1,8 +1,5 @@
-"""Loads settings from their sources.
-
-Flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML that `--config` names, which beats the
-defaults of the tree. Unknown names are refused, wherever they stand.
-"""
+"""Loads settings: flags beat the environment (`WHIPPET_…`, nested by `__`), which beats the YAML that `--config` names,
+which beats the defaults. Unknown names are refused, wherever they stand."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ _PLAIN_WORD = {leaf: group for group, leaf in PLAIN_WORDS.items()}
 
 
 def load(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Loads in the order flags > environment > YAML > defaults. Raises BadSettings; `--help` prints and raises
-    SystemExit(0)."""
+    """Raises BadSettings; `--help` prints and raises SystemExit(0)."""
     env = os.environ if environ is None else environ
     flags = _flags(argv)
     config = flags.get("config") or env.get(f"{ENV_PREFIX}CONFIG")
@@ -91,8 +87,8 @@ def _flags(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _add_flag(group: Any, leaf: Leaf) -> None:
-    """Adds a flag. `--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch without a
-    value is turned on."""
+    """`--engine` has `--engine.kind` as its long form, which `--help` does not repeat. A switch without a value is
+    turned on."""
     name = spelled(_PLAIN_WORD.get(leaf.path, leaf.path))
     text = f"{leaf.help}{_default(leaf.default)}".strip().replace("%", "%%")
     alone: dict[str, Any] = {"nargs": "?", "const": True} if isinstance(leaf.default, bool) else {}
@@ -103,7 +99,7 @@ def _add_flag(group: Any, leaf: Leaf) -> None:
 
 
 def _default(value: object) -> str:
-    """Returns the default for `--help`; empty where the help states what unset means, or the default is off."""
+    """Empty where the help states what unset means, or the default is off."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -132,8 +128,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_files(path: Path) -> tuple[Path, ...]:
-    """Returns the file, or the YAML files of a folder: where two set the same, the later name counts. Raises
-    BadSettings."""
+    """The file, or the YAML files of a folder: where two set the same, the later name counts. Raises BadSettings."""
     try:
         files = tuple(sorted(path.glob("*.yaml"))) if path.is_dir() else (path,)
     except OSError as error:
@@ -162,7 +157,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Reads without waiting for a writer, as a FIFO would. Raises BadSettings, OSError, UnicodeDecodeError."""
+    """Reads without waiting for a FIFO's writer. Raises BadSettings, OSError, UnicodeDecodeError."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise BadSettings(f"config: {path} is no file")
@@ -173,7 +168,6 @@ def _text(path: Path) -> str:
 
 
 def _underscored(value: Any) -> Any:
-    """Converts hyphens in YAML's names, which may be written as flags are."""
     if isinstance(value, dict):
         return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
     return value

@@ -1,1 +1,1 @@
-"""Holds the use cases: valid requests, admission, the source of an answer, and its text. No gRPC, no protobuf."""
+"""The use cases: valid requests, admission, where an answer comes from, its text. No gRPC, no protobuf."""

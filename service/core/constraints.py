@@ -1,5 +1,4 @@
-"""Constraints of callers, checked and made into what the engine takes. The last ones are remembered: most callers send
-one schema again and again."""
+"""Makes callers' constraints what the engine takes, and keeps the last ones, since most callers repeat a schema."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _DEADLY: Final = "is too complex: the process that checks it does not survive it
 
 
 class ConstraintReader:
-    """Reads the constraints of requests to one server. Used from one event loop."""
+    """Used from one event loop."""
 
     def __init__(self, processes: TextProcesses, clock: Callable[[], float] = time.monotonic) -> None:
         self._processes = processes
@@ -31,7 +30,7 @@ class ConstraintReader:
         self._size = 0
 
     async def read(self, given: ConstraintText | None, origin: Origin) -> Constraint | None:
-        """Raises InvalidRequest where it cannot be used; and as TextProcesses.run."""
+        """Raises InvalidRequest, and as TextProcesses.run."""
         if given is None:
             return None
         key = given.kind, given.texts
@@ -44,10 +43,7 @@ class ConstraintReader:
         return Constraint(grammar, origin.tenant)
 
     async def _made(self, key: Key, field: str, origin: Origin) -> str:
-        """Compiles a constraint in a text process and returns its grammar.
-
-        Refuses a constraint of which processes keep dying without starting another, so that one caller cannot keep
-        killing them."""
+        """Refuses a constraint of which text processes keep dying, so that one caller cannot keep killing them."""
         name = hashlib.blake2b(pack((origin.tenant, key)), digest_size=16).digest()
         try:
             if self._deaths.refused(name):

@@ -1,20 +1,20 @@
 """Lists the front's errors as its callers see them. `status` maps each to a gRPC status.
 
 ServiceError
-├── InvalidRequest      fields are wrong; every violation is named
-├── UnknownModel        no model of that name is served
+├── InvalidRequest      every violation is named
+├── UnknownModel
 ├── UnknownRequest      no live request of that name
 ├── DuplicateRequest    a live request of this tenant has that name
 ├── Unimplemented       this build or model lacks the option
 ├── Overloaded          a limit is reached: try again later
-├── Draining            nothing new is let in: try another server, or later
-├── ShuttingDown        the process ends, and no operator can undo that
+├── Draining            try another server, or later
+├── ShuttingDown        no operator can undo that
 ├── CacheUnavailable    the caches' store does not answer an operator
-├── Unauthenticated     who calls is not known
-├── PermissionDenied    the caller lacks the right
+├── Unauthenticated
+├── PermissionDenied
 ├── StreamStalled       the reader took no message for too long
 ├── MessageStalled      the caller's own message did not come
-└── AnswerTooLarge      the whole answer does not fit into one message
+└── AnswerTooLarge      the answer does not fit into one message
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Violation:
 
 
 class Reason(StrEnum):
-    """Machine-readable `reason` of a refusal's google.rpc.ErrorInfo. `ErrorReason` of the contract has the same names,
-    and explains each."""
+    """The `reason` of a refusal's google.rpc.ErrorInfo; `ErrorReason` of the contract explains each."""
 
     # A limit is reached.
     QUEUE_FULL = "QUEUE_FULL"
@@ -75,7 +74,7 @@ class Reason(StrEnum):
 
 
 class ServiceError(Exception):
-    """Root of the front's own errors. The text is meant for the caller."""
+    """The text is meant for the caller."""
 
 
 class InvalidRequest(ServiceError):
@@ -113,8 +112,7 @@ _STEPS = ((0.1, 1000), (1.0, 100), (10.0, 20), (math.inf, 4))
 
 
 class Overloaded(ServiceError):
-    """A limit is reached. `retry_after` is rounded to a step of some per cent: there are few different ones, so that
-    the status made of each can be kept."""
+    """`retry_after` is rounded to steps of some per cent, so that the few statuses can be kept."""
 
     def __init__(self, message: str, reason: Reason, retry_after: float) -> None:
         super().__init__(message)
@@ -153,12 +151,12 @@ class PermissionDenied(ServiceError):
 
 
 class StreamStalled(ServiceError):
-    """The reader took no message for too long."""
+    pass
 
 
 class MessageStalled(ServiceError):
-    """The caller's own message did not come."""
+    pass
 
 
 class AnswerTooLarge(ServiceError):
-    """The whole answer does not fit into one message."""
+    pass

@@ -1,5 +1,5 @@
-"""Implements generation: a request is admitted and tokenized, its answer is found or generated, and delivered part by
-part. Unary and streamed answers differ in their sink alone."""
+"""Generates: admits and tokenizes a request, finds or generates its answer, and delivers it. Unary and streamed answers
+differ in their sink alone."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Generator:
         return self._sources.semantic
 
     def answer(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """Sends the whole answer in one message. Raises what `status` knows."""
+        """Raises what `status` knows."""
         return self._run(request, origin, outlet)
 
     def stream(self, request: Request, origin: Origin, outlet: Outlet) -> Awaitable[None]:
-        """Sends the answer in messages as the request's `delivery` asks. Raises what `status` knows."""
+        """Raises what `status` knows."""
         origin.record.streamed = True
         return self._run(request, origin, outlet)
 
@@ -109,8 +109,7 @@ class Generator:
                 _note(record, found, source)
 
     async def _deliver_all(self, found: CacheFindings, origin: Origin, outlet: Outlet, call: _AnswersCall) -> None:
-        """Delivers several answers. All take their admission slots before the engine has begun any, so that all are
-        refused together."""
+        """Takes all admission slots before the engine begins any answer, so that all are refused together."""
         count, merged, sources = found.request.answers, MergedOutlet(outlet), Sources()
         if count > self._admission.slots.total:
             raise InvalidRequest((Violation("n", f"must be at most {self._admission.slots.total} on this server"),))
@@ -134,7 +133,6 @@ class Generator:
         return self._admission.live
 
     def _lowered(self, request: Request, tenant: str) -> Request:
-        """Limits the priority to the highest that the tenant may have."""
         highest = self._admission.quotas.policy(tenant).priority
         return replace(request, priority=highest) if request.priority > highest else request
 
@@ -166,7 +164,6 @@ class _Reading:
         self._marks = marks  # what is put into the text for tokens that have none
 
     async def _scored(self, prompt: PromptFacts) -> AnswerPart:
-        """Delivers what comes before the answer. Its first part."""
         ids, reported = self._found.engine_request.token_ids, 1
         while True:
             part = await self._source.next()
@@ -184,11 +181,8 @@ class _Reading:
             await self._sink.begin(prompt)
 
     async def run(self, prompt: PromptFacts) -> None:
-        """Sends everything from the prompt's log-probabilities, if wanted, to the answer's last message. What comes
-        last is left for the message that carries the ending.
-
-        Headers wait for the first part: a proxy or client that has seen them tries no other server when this one dies.
-        """
+        """Leaves the last text for the message with the ending. Headers wait for the first part: whoever has seen them
+        tries no other server when this one dies."""
         source, sink, record, clock, marks = self._source, self._sink, self._record, self._clock, self._marks
         # What comes out of a store does so at no pace that means anything. A call a message would cost too much here.
         between = record.intervals if self._found.hit is None else Histogram(())
@@ -218,7 +212,6 @@ class _Reading:
             part = await source.next()
 
     async def _cut(self, part: AnswerPart, logprobs: Sequence[TokenLogprob]) -> None:
-        """Delivers the part in pieces that the sink has room for."""
         sink, ids, total = self._sink, part.token_ids, len(part.token_ids)
         text = part.text if self._want_text else ""
         start, begin = 0, 0
@@ -281,7 +274,6 @@ def _operation(prompt: Prompt) -> str:
 
 
 def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> None:
-    """Raises InvalidRequest where prompt and answer do not fit into the context."""
     room = facts.max_context - len(ids)
     stops = request.stops
     if not ids:
@@ -295,8 +287,7 @@ def _check_room(request: Request, ids: tuple[int, ...], facts: ModelFacts) -> No
 
 
 def _most(stops: Stops, facts: ModelFacts) -> int:
-    """Returns the most tokens of the answer that the context has room for. A model's own limit is a default: more are
-    generated where the caller's minimum requires it."""
+    """A model's own limit is a default, which the caller's minimum may exceed."""
     if stops.max_tokens is not None:
         return stops.max_tokens
     return facts.max_context if facts.most_tokens is None else max(facts.most_tokens, stops.min_tokens)
@@ -309,7 +300,6 @@ def _engine_request(
     origin: Origin,
     facts: ModelFacts,
 ) -> GenerationRequest:
-    """Makes the engine's request, without the prefix cache."""
     room, stops = facts.max_context - len(ids), request.stops
     return GenerationRequest(
         request_id=f"{origin.tenant}/{request.request_id}",

@@ -1,4 +1,4 @@
-"""Describes the served model to the front: name, tokenizer, and the engine's facts."""
+"""The served model as the front sees it: name, tokenizer, and the engine's facts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ServedModel:
         return self._tokenizer.chat
 
     def facts(self) -> ModelFacts:
-        """Returns what validation needs. Raises EngineUnavailable unless requests are accepted."""
+        """Raises EngineUnavailable unless requests are accepted."""
         state, info = self._engine.state, self._engine.info
         if state is not EngineState.READY or info is None:
             raise self._engine.unavailable()
@@ -59,8 +59,7 @@ class ServedModel:
         return self._known[1]
 
     async def encode(self, prompt: Prompt, facts: ModelFacts, origin: Origin) -> tuple[int, ...]:
-        """Returns the prompt's token ids. Raises InvalidRequest where the template refuses it or it is too long; and as
-        TextProcesses.run."""
+        """Raises InvalidRequest where the template refuses the prompt or it is too long; and as TextProcesses.run."""
         if isinstance(prompt, TokenPrompt):
             return prompt.ids
         if isinstance(prompt, TextPrompt):
@@ -70,8 +69,8 @@ class ServedModel:
         return tuple(await self.tokenize(prompt, origin, facts.max_context - 1))
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, origin: Origin, most: int | None = None) -> Sequence[int]:
-        """Returns at most `most` ids. Raises InvalidRequest where there are more, where the template refuses the prompt
-        or it is larger than MOST_TEXT; and as TextProcesses.run."""
+        """Raises InvalidRequest for more than `most` ids or MOST_TEXT, or where the template refuses; and as
+        TextProcesses.run."""
         try:
             if isinstance(prompt, TextPrompt):
                 _check_size(prompt, (prompt.text,))
@@ -86,7 +85,7 @@ class ServedModel:
             raise InvalidRequest((Violation(prompt.field, str(error)),)) from None
 
     async def detokenize(self, ids: list[int], origin: Origin) -> str:
-        """Leaves special tokens out. Raises InvalidRequest; and as TextProcesses.run."""
+        """Leaves special tokens out. Raises InvalidRequest, and as TextProcesses.run."""
         if self._tokenizer.decode_here(ids):
             return self._tokenizer.decode(ids)
         try:
@@ -98,11 +97,9 @@ class ServedModel:
         return unpack_ids(await self._processes.run(kind, payload, origin.deadline, origin.tenant))
 
     def detokenizer(self, request: Request) -> Detokenizer | None:
-        """Returns None where neither text nor stop strings are requested."""
         return self.text_maker(request) if request.output.text or request.stops.strings else None
 
     def text_maker(self, request: Request) -> Detokenizer:
-        """Returns a detokenizer for the answer's text, sent or not."""
         stops = request.stops
         return Detokenizer(
             self._tokenizer,
@@ -118,8 +115,7 @@ class ServedModel:
         return self._tokenizer.token_texts
 
     def answer_parser(self, request: Request, ids: Sequence[int]) -> AnswerParser | None:
-        """Returns a parser for an answer whose reader wants reasoning and calls apart from text, where the model makes
-        any."""
+        """None where the model makes neither reasoning nor calls, or the reader wants them in the text."""
         prompt, formats = request.prompt, self._formats
         if not isinstance(prompt, ChatPrompt) or not _parses(request):
             return None
@@ -127,7 +123,7 @@ class ServedModel:
         return formats.parser(bool(prompt.options.tools), prompt.continues, tail)
 
     def marks(self, request: Request) -> Mapping[int, str]:
-        """Texts that stand in the parsed text for tokens without text."""
+        """Texts that stand for tokens without text."""
         marked = isinstance(request.prompt, ChatPrompt) and _parses(request) and request.output.skip_special
         return self._formats.marks if marked else {}
 
@@ -155,7 +151,6 @@ def _parses(request: Request) -> bool:
 
 
 def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:
-    """Raises InvalidRequest. Nothing large is copied."""
     size = 0
     for text in texts:
         size += len(text) if text.isascii() or len(text) > MOST_TEXT else len(text.encode())
@@ -164,11 +159,8 @@ def _check_size(prompt: TextPrompt | ChatPrompt, texts: Iterable[str]) -> None:
 
 
 def resolve_defaults(given: SamplingDefaults) -> SamplingParams:
-    """Returns the parameters of a request that sets none.
-
-    As in Hugging Face's generate(), a model that does not ask to be sampled is greedy: `do_sample` false, or neither
-    `do_sample` nor `temperature` named. What it does not name is off.
-    """
+    """As in Hugging Face's generate(), a model that does not ask to be sampled (`do_sample` false, or neither that nor
+    `temperature` named) is greedy, and what it does not name is off."""
     if given.do_sample is False:
         temperature = 0.0
     elif given.temperature is not None:

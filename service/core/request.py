@@ -1,4 +1,4 @@
-"""Defines plain data of the use cases: a valid request, facts of the model, and how an answer ended."""
+"""Plain data of the use cases: a valid request, facts of the model, and how an answer ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
 
 
 class ConstraintText(msgspec.Struct, frozen=True):
-    """Constraint of the answer as the caller wrote it. `field` names it in violations."""
+    """A constraint as the caller wrote it."""
 
     kind: str  # as `service.core.text.constraint` knows them
     texts: tuple[str, ...]  # one; of a choice, its options
@@ -116,7 +116,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Origin(msgspec.Struct, frozen=True, eq=False):
-    """Sender of a request. Times are seconds on the clock of `time.monotonic`."""
+    """Times are seconds on the clock of `time.monotonic`."""
 
     tenant: str
     arrived_at: float
@@ -149,7 +149,7 @@ class CacheOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason and figures of an answer's end, for its caller. Times are seconds."""
+    """Times are durations in seconds."""
 
     reason: FinishReason
     sampling: SamplingParams

@@ -46,11 +46,11 @@ class OptimizationSwitches:
 
     @property
     def reverts(self) -> Mapping[str, int]:
-        """Returns how often each was reverted because steps failed with it."""
+        """How often each was reverted because steps failed with it."""
         return {name: self._engine.reverts.get(name, 0) for name in self._options if name not in _OURS}
 
     async def set(self, name: str, enabled: bool) -> OptimizationSwitch:
-        """Returns once it has taken effect. Raises Unimplemented for an unknown name."""
+        """Returns once it has taken effect. Raises Unimplemented."""
         async with self._lock:
             if name not in self._options:
                 raise Unimplemented("name", "this build has no optimisation of that name")
@@ -71,7 +71,6 @@ class OptimizationSwitches:
         return replace(switch, effective=switch.requested and not reason, why_not=reason)
 
     def _reasons(self) -> Mapping[str, str]:
-        """Returns why switches have no effect, by name."""
         info = self._engine.info
         if info is None:
             return dict.fromkeys(self._options, "the engine has not been ready yet")

@@ -11,8 +11,6 @@ from service.core.request import ChatPrompt, Origin, TextPrompt
 
 
 class Tokenization:
-    """Raises what Admission.admit, ServedModel.tokenize and ServedModel.detokenize raise."""
-
     def __init__(self, model: ServedModel, admission: Admission) -> None:
         self._model = model
         self._admission = admission

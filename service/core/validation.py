@@ -1,4 +1,4 @@
-"""Collects what is wrong with a request, so that all of it is reported at once."""
+"""Collects all violations of a request, to be reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ _MAX_DURATION = 315_576_000_000  # seconds: ten thousand years, the most that pr
 
 
 def too_long(tokens: int, max_context: int) -> str:
-    """Returns the violation of a prompt that leaves no room for an answer."""
     return f"has at least {tokens} tokens; prompt and answer together have room for {max_context}"
 
 
@@ -23,7 +22,6 @@ class Violations:
         self._found.append(Violation(field, description))
 
     def raise_any(self) -> None:
-        """Raises InvalidRequest where there are any."""
         if self._found:
             raise InvalidRequest(tuple(self._found))
 

@@ -1,8 +1,7 @@
 """Logs one line for each call that has ended: caller, request, outcome and times. Never any text.
 
-A line costs tens of microseconds on the event loop, and room on a disk. So refused calls, which cost their caller
-nothing, and served calls have a bound each; lines beyond it are dropped and counted, and the next line reports how
-many.
+A line costs tens of microseconds on the event loop. So refused and served calls have a bound each; further lines are
+dropped, and the next one reports how many.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ _log = logging.getLogger("access")
 
 class AccessLog:
     def __init__(self, tenants: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`tenants`: whether lines name them."""
         self.left_out = 0  # lines so far
         self._tenants = tenants
         self._served, self._refused = _Bound(_SERVED, clock), _Bound(_REFUSED, clock)
@@ -55,8 +53,6 @@ class AccessLog:
 
 
 class _Words:
-    """Fields as `name=value`, made only where a formatter wants text."""
-
     def __init__(self, fields: dict[str, object]) -> None:
         self._fields = fields
 
@@ -65,8 +61,6 @@ class _Words:
 
 
 class _Bound:
-    """Allows a number of lines a second, and as many at once."""
-
     def __init__(self, rate: int, clock: Callable[[], float]) -> None:
         self._rate = rate
         self._clock = clock
@@ -84,7 +78,7 @@ class _Bound:
 
 
 def _fields(record: RequestRecord) -> dict[str, object]:
-    """Returns the known fields. Times are milliseconds."""
+    """Times are in milliseconds."""
     fields: dict[str, object] = {"method": record.method, "code": record.code}
     for name in ("reason", "request_id", "client_request_id", "trace_id"):
         if value := getattr(record, name):

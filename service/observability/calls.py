@@ -1,8 +1,5 @@
-"""Counts calls that have ended, and latencies and tokens of those that generated.
-
-Borders go from a millisecond to minutes, since one server may answer from a cache and the next from a CPU. They are
-classic buckets: native histograms need the protobuf format, which prometheus_client does not write.
-"""
+"""Counts calls that have ended, and latencies and tokens of those that generated. Buckets are classic:
+prometheus_client does not write the protobuf format that native histograms need."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ Rows = dict[tuple[str, ...], float | Histogram]
 
 
 class CallCounts:
-    """Observes calls. Rows are by label values, for the families of `metric_names`."""
+    """Rows are by label values, for the families of `metric_names`."""
 
     def __init__(self) -> None:
         self.between = Histogram(_BETWEEN)  # seconds from token to token, added to while answers are read
@@ -69,7 +66,7 @@ class CallCounts:
         return found
 
     def seconds(self) -> Mapping[str, Histogram]:
-        """Returns histograms of callers' waiting times, whatever the source of their answers."""
+        """Callers' waiting times, whatever the source of their answers."""
         return {
             "first_token": merged(self._first.values()),
             "between_tokens": self.between,
@@ -92,14 +89,12 @@ class CallCounts:
             yield name, {(): histogram}
 
     def of_tenants(self, named: Collection[str]) -> Iterator[tuple[str, Rows]]:
-        """Yields the families of these tenants alone."""
         for name, counts in (("tenant_requests", self._tenants), ("tenant_tokens", self._tokens)):
             yield name, {(tenant, what): count for (tenant, what), count in counts.items() if tenant in named}
 
 
 def _until_first(record: RequestRecord) -> float:
-    """Returns the seconds to the first token. A unary answer is read in large parts, so that the engine's time is more
-    exact."""
+    """Seconds to the first token. A unary answer is read in large parts, so that the engine's time is more exact."""
     if not record.streamed and record.queue is not None and record.prefill is not None:
         return record.queue + record.prefill
     return (record.first_token_at or record.ended_at) - record.arrived_at

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 class Histogram:
-    """Counts as Prometheus does: a value falls into the first bucket whose border is not below it."""
+    """As in Prometheus, a value falls into the first bucket whose border is not below it."""
 
     __slots__ = ("borders", "counts", "total")
 
@@ -18,7 +18,6 @@ class Histogram:
         self.total = 0.0  # sum of all values
 
     def add(self, value: float, times: int = 1) -> None:
-        """Counts `times` equal measurements."""
         self.counts[bisect_left(self.borders, value)] += times
         self.total += value * times
 

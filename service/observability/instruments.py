@@ -23,8 +23,7 @@ class Instruments:
         traces: Mapping[str, int] = MappingProxyType({}),
         sample: Sample | None = None,
     ) -> None:
-        """`others`: further observers of calls. `traces`: counts of traces by outcome. `sample`: decides which calls
-        are traced."""
+        """`traces`: counts of traces by outcome. `sample`: decides which calls are traced."""
         self.started_at = time.monotonic()
         self.calls = CallCounts()
         self.access = AccessLog(log_tenants)

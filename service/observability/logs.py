@@ -1,9 +1,7 @@
 """Writes the log on stderr. Nothing that a caller sent reaches it.
 
-Our own lines are written with that in mind. gRPC's are not: it logs metadata that is no UTF-8 as it came, the token
-included, with a traceback, each time; its core, in C++, writes a line for each connection that sends rubbish to a TLS
-port. So of libraries that see callers' bytes only the kind of event is logged, once in a while, with its count. The
-core is silenced in `service.transport`.
+gRPC logs metadata that is no UTF-8 as it came, the token included. So of libraries that see callers' bytes only the
+kind of event is logged, once in a while, with its count.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def set_up(level: str, form: LogFormat, process: str = "front") -> None:
 
 
 def last_line(text: str) -> None:
-    """Prints why the server does not start, or cannot go on, even before the log's format is known."""
+    """Prints why the server cannot go on, even before the log's format is known."""
     if any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers):
         logging.getLogger("whippet").critical("%s", text)
     else:
@@ -68,7 +66,6 @@ class Reticence:
 
 
 def _kind(record: logging.LogRecord) -> tuple[str, str]:
-    """Returns the kind and place of an event, without its text."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         known = "ExecuteBatchError" in str(record.msg)
@@ -78,6 +75,5 @@ def _kind(record: logging.LogRecord) -> tuple[str, str]:
 
 
 def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """Logs an error where none can be raised, as in a destructor."""
     info = None if what.exc_value is None else (what.exc_type, what.exc_value, what.exc_traceback)
     logging.getLogger("python").error("unraisable", exc_info=info)

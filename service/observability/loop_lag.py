@@ -12,7 +12,7 @@ _BORDERS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class LoopLag:
-    """Measures ten times a second. A timer of uvloop counts whole milliseconds, so that the first bucket is noise."""
+    """uvloop's timers count whole milliseconds, so that the first bucket is noise."""
 
     def __init__(self) -> None:
         self.seconds = Histogram(_BORDERS)

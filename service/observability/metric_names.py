@@ -1,7 +1,5 @@
-"""Names every metric family with its help, and every counted event with its family.
-
-Labels are names of methods, rules and states, never a caller's text.
-"""
+"""Names every metric family with its help, and every counted event with its family. Labels are never a caller's
+text."""
 
 from __future__ import annotations
 

@@ -166,14 +166,12 @@ class _Rows:
         self._rows: dict[str, dict[tuple[str, ...], float]] = {}
 
     def add(self, counted: Counted, value: str, count: int) -> None:
-        """Counts under equal labels add up."""
         labels = {**dict(counted.fixed), **({counted.label: value} if counted.label else {})}
         key = tuple(labels[name] for name in FAMILIES[counted.family].labels)
         row = self._rows.setdefault(counted.family, {})
         row[key] = row.get(key, 0) + count
 
     def families(self) -> Iterator[Metric]:
-        """Yields families with at least one row."""
         for name, row in self._rows.items():
             yield _family(name, dict(sorted(row.items())))
 
@@ -203,7 +201,7 @@ def _by(name: str, values: Mapping[str, float] | Mapping[str, Histogram]) -> Met
 
 
 def _family(name: str, rows: Rows) -> Metric:
-    """Makes a family of rows by label values, in the order of the family's labels."""
+    """Rows are by label values, in the order of the family's labels."""
     family = FAMILIES[name]
     metric: Any = _KINDS[family.kind](f"whippet_{name}", family.help, labels=family.labels)
     for labels, row in rows.items():

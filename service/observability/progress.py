@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProgressReporter:
-    """Takes reports of one phase after another; the last report of each has done == total."""
+    """The last report of each phase has done == total."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.phases: dict[str, float] = {}  # of this load, and how far each is, from 0 to 1
@@ -28,7 +28,6 @@ class ProgressReporter:
         self._long = False  # this phase has a line in the log
 
     def __call__(self, phase: str, done: int, total: int) -> None:
-        """Reports `done` of `total` bytes or pieces of a phase."""
         share = done / total if total else 1.0
         if share < self.phases.get(phase, 0.0):
             self.phases.clear()  # another load
@@ -41,7 +40,7 @@ class ProgressReporter:
             self._write(phase, done, total)
 
     def _write(self, phase: str, done: int, total: int) -> None:
-        """Writes a line a second for a phase that takes longer than that, and one at its end."""
+        """Writes a line a second for a longer phase, and one at its end."""
         now = self._clock()
         if self._phase != phase:
             self._phase, self._logged_at, self._long = phase, now, False

@@ -12,8 +12,6 @@ _NO_ERRORS = ("OK", "CANCELLED")
 
 
 class RecentErrors:
-    """Keeps records of calls that ended badly. An observer."""
-
     def __init__(self) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=_KEPT)
 
@@ -22,5 +20,4 @@ class RecentErrors:
             self._records.append(record)
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Yields the newest record first."""
         return reversed(self._records)

@@ -1,11 +1,6 @@
-"""Collects the facts of one call and passes them to observers when it has ended.
-
-A builder belongs to the call from its first moment: transport and use cases write into it. When the call has ended,
-well or not, it becomes one `RequestRecord`, of which metrics, log and traces are made. It has no text of a prompt or an
-answer, and only checked identifiers of what a caller sent.
-
-This module stands below the rooms that fill it in, and imports none of them.
-"""
+"""Collects the facts of one call in a builder, of which `RequestRecord` is made for metrics, log and traces when the
+call has ended. It has no text of a prompt or an answer, and only checked identifiers of what a caller sent. This module
+imports none of the rooms that fill it in."""
 
 from __future__ import annotations
 
@@ -80,8 +75,7 @@ Observer = Callable[[RequestRecord], None]
 
 
 class RecordBuilder:
-    """Record of a call that has not ended, with the same fields. Unset ones are the class's, which costs a call
-    less."""
+    """A live call's record. Unset fields are the class's, which costs a call less."""
 
     code = reason = request_id = tenant = operation = ""
     client_request_id = traceparent = trace_id = span_id = ""
@@ -150,7 +144,7 @@ class Observers:
         return RecordBuilder(method, metadata, time.monotonic(), self._intervals)
 
     def end(self, builder: RecordBuilder, code: str) -> None:
-        """Ends a call, with this code unless another one is set already. Called once."""
+        """Called once. A code that is set already stays."""
         builder.code = builder.code or code
         builder.ended_at = time.monotonic()
         if self._sample is not None and self._sample(builder):

@@ -1,9 +1,6 @@
-"""Serves the metrics port: plain HTTP that answers GET /metrics, with bounds on its clients' cost. All other paths are
-answered by the port's site, such as the console; with certificates, over TLS as well.
-
-Runs on the server's own event loop, so that all values are of one moment; only the text is made in a thread, which
-nothing else uses.
-"""
+"""Serves the metrics port: GET /metrics over HTTP, or TLS with certificates, with bounds on its clients' cost; the
+port's site, such as the console, answers other paths. Runs on the server's event loop, so that all values are of one
+moment."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ _log = logging.getLogger(__name__)
 
 
 class _Client:
-    """Holds one connection of the metrics port. It may be closed for a new connection in any state but one, because a
-    scrape takes milliseconds and a scraper tries again: a response that may last is not cut for others."""
+    """May be closed for a new connection in any state but one, because a scraper tries again: a response that may last
+    is not cut for others."""
 
     def __init__(self, task: asyncio.Task[None], host: Host, accepted: float, streams: set[_Client]) -> None:
         self.task = task
@@ -74,8 +71,8 @@ class _Client:
 
 
 class _Streams(asyncio.StreamReaderProtocol):
-    """Answers a request that a page repeats without waking the connection's task: pages poll, and waking it costs
-    several times what the response does."""
+    """Answers a polling page's repeated request without waking the connection's task, which costs several times what
+    the response does."""
 
     head = b""  # of that request
     repeat: Callable[[], bool] | None = None  # whether it was answered
@@ -137,8 +134,8 @@ class MetricsPort:
             self._accept(accepted, Host.of(peer[0]), loop)
 
     def _accept(self, accepted: socket.socket, host: Host, loop: asyncio.AbstractEventLoop) -> None:
-        """Serves a new connection. At the bound, first closes one: a connection that has sent no request, because a
-        scraper sends its request at once; where there is none, a connection that is slow to read its response."""
+        """At the bound, first closes a connection that has sent no request, because a scraper sends its own at once;
+        else one that is slow to read its response."""
         if len(self._clients) >= _MAX_CONNECTIONS:
             gone = first_to_go(self._silent.values()) or first_to_go(self._clients.values())
             assert gone is not None, "streams are fewer than connections"
@@ -242,7 +239,7 @@ def _repeat(exchange: Exchange, client: _Client) -> bool:
 async def _opened(
     accepted: socket.socket, tls: Callable[[], ssl.SSLContext] | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams over a new connection; over TLS where there is a context and the client speaks it."""
+    """Uses TLS where there is a context and the client speaks it."""
     loop = asyncio.get_running_loop()
     context = tls() if tls is not None and await _first_byte(accepted) == _TLS_RECORD else None
     reader = asyncio.StreamReader(MAX_HEAD)
@@ -254,7 +251,7 @@ async def _opened(
 
 
 async def _first_byte(accepted: socket.socket) -> bytes:
-    """Returns the first byte that arrives, which stays to be read; empty where the client has gone."""
+    """The byte stays to be read; empty where the client has gone."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(accepted, came.set)
     try:
@@ -272,8 +269,6 @@ async def _head(reader: asyncio.StreamReader) -> bytes:
 
 
 class _Snapshot(Collector):
-    """Families that were read on the event loop, for the encoder."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._all = families
 

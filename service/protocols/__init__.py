@@ -1,1 +1,1 @@
-"""Contains one folder per protocol: parse, render, servicer. `seam` declares what each receives and provides."""
+"""One folder per protocol: parse, render, servicer. `seam` declares what each receives and provides."""

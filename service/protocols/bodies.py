@@ -1,5 +1,5 @@
-"""Shares what every protocol does around a call's body. Bytes are checked in shape, parsed to a message, and read by
-the protocol. On the way back: headers, and an answer in one message."""
+"""Shares what every protocol does around a call's body: from checked bytes to a request, and back to headers and
+messages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ def decode(kind: type[_Message], data: bytes) -> _Message:
 def unary(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[Message]]
 ) -> UnaryBody:
-    """Wraps a body over bytes. `read` makes the request of the message."""
-
     async def answer(call: Call) -> bytes:
         return (await body(await _received(kind, read, call), call)).SerializeToString()
 
@@ -42,8 +40,6 @@ def unary(
 def streamed(
     kind: type[_Message], read: Callable[[_Message], _Request], body: Callable[[_Request, Call], Awaitable[None]]
 ) -> StreamBody:
-    """Wraps a body over bytes; it writes its responses to the call's context."""
-
     async def answer(call: Call) -> None:
         await body(await _received(kind, read, call), call)
 
@@ -51,12 +47,12 @@ def streamed(
 
 
 def as_it_is(message: _Message) -> _Message:
-    """Returns a message that is small enough to be the request itself."""
+    """For a message small enough to be the request itself."""
     return message
 
 
 async def _received(kind: type[_Message], read: Callable[[_Message], _Request], call: Call) -> _Request:
-    """Reads the request. Neither bytes nor message outlive this call, so that their remainder costs no memory."""
+    """Neither bytes nor message outlive this call, so that their remainder costs no memory."""
     data = await call.message()
     check_shape(kind, data)
     return read(decode(kind, data))
@@ -68,8 +64,6 @@ async def send_headers(context: Context, prompt: PromptFacts) -> None:
 
 
 class WholeOutlet(Generic[_Response]):
-    """Keeps the one message of each answer for the handler to return them together."""
-
     def __init__(self, context: Context, render: Callable[[Sequence[AnswerMessage]], _Response]) -> None:
         self._context = context
         self._render = render
@@ -77,7 +71,7 @@ class WholeOutlet(Generic[_Response]):
 
     @property
     def response(self) -> _Response:
-        """Returns the response once the answers have ended."""
+        """Complete once the answers have ended."""
         return self._render(self._messages)
 
     async def begin(self, prompt: PromptFacts) -> None:

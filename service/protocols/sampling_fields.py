@@ -1,5 +1,4 @@
-"""Reads and bounds the generation options that all protocols share. Fields are named as the caller's protocol names
-them."""
+"""Reads and bounds the generation options that all protocols share, under the protocol's own names."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ _REQUEST_ID = re.compile(r"[!-~](?:[ -~]{0,126}[!-~])?")
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling options of a request. None: the model's default; for the seed, a fresh one."""
+    """None: the model's default; for the seed, a fresh one."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -66,7 +65,7 @@ class StopFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sampling(fields: SamplingFields | None, facts: ModelFacts, found: Violations, prefix: str) -> SamplingParams:
-    """Resolves options with the model's defaults. `prefix` is put before the names of fields."""
+    """`prefix` is put before the names of fields."""
     seed = secrets.randbits(63) if fields is None or fields.seed is None else fields.seed % _SEEDS
     if fields is None:
         return replace(facts.defaults, seed=seed)
@@ -106,8 +105,8 @@ def read_stops(
     *,
     scored: bool = False,
 ) -> Stops:
-    """`strings` is the protocol's name of the stop strings' field. `scored`: the prompt's log-probabilities are wanted,
-    so that an answer of no tokens makes sense."""
+    """`strings` is the protocol's name of the field. `scored`: the prompt's log-probabilities are wanted, so that an
+    answer of no tokens makes sense."""
     if fields.max_tokens is not None:
         found.number(f"{prefix}max_tokens", fields.max_tokens, 0 if scored else 1, None)
     found.number(f"{prefix}min_tokens", fields.min_tokens, 0, None)
@@ -182,8 +181,7 @@ def read_request_id(given: str, found: Violations, field: str = "request_id") ->
 
 @contextmanager
 def fields_called(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames fields in violations raised within: use cases name fields as whippet.v1 does; `names` are the protocol's
-    own."""
+    """Renames whippet.v1's fields to the protocol's own `names` in violations raised within."""
     try:
         yield
     except InvalidRequest as error:

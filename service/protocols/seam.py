@@ -1,7 +1,4 @@
-"""Declares what a protocol receives and provides.
-
-A protocol is a folder beside this file and one line in `service.assembly.protocols`.
-"""
+"""Declares what a protocol receives and provides."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ from service.transport.call.writer import StallWatch
 
 @dataclass(frozen=True, slots=True)
 class UseCases:
-    """Use cases of this server, plain data in and out."""
-
     engine: Engine
     model: ServedModel
     processes: TextProcesses
@@ -52,7 +47,7 @@ class UseCases:
 
     @property
     def objection(self) -> str:
-        """Returns why callers should go elsewhere; empty where they may call."""
+        """Why callers should go elsewhere; empty where they may call."""
         if self.drain.begun:
             return "the server is draining"
         return "" if self.engine.state is EngineState.READY else str(self.engine.unavailable())
@@ -60,7 +55,7 @@ class UseCases:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """gRPC services of one port, and the full names that reflection lists."""
+    """One port's gRPC services, and the full names that reflection lists."""
 
     handlers: tuple[grpc.GenericRpcHandler[bytes, bytes], ...]
     names: tuple[str, ...]

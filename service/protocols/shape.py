@@ -1,8 +1,5 @@
-"""Counts the fields of a large message before protobuf builds objects of them.
-
-Four megabytes hold two million empty chat messages, which take protobuf 180 ms and 120 MB, on the loop that serves all
-calls. The number of fields costs, not their size: so they are counted first, and counting stops at a bound.
-"""
+"""Counts the fields of a large message before protobuf builds objects of them: four megabytes can hold two million
+empty chat messages, which cost 180 ms of the event loop and 120 MB."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ def _messages_in(descriptor: Descriptor) -> dict[int, Descriptor]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the number at a place, and the place behind it."""
     try:
         byte = data[at]
         if byte < 0x80:

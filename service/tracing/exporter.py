@@ -1,6 +1,5 @@
-"""Sends traces to a collector, beside the calls: OTLP over gRPC. A collector that is slow or gone costs traces, and
-never a call: what waits is bounded, what is dropped is counted.
-"""
+"""Sends traces to a collector: OTLP over gRPC. A collector that is slow or gone costs traces, and never a call: what
+waits is bounded, what is dropped is counted."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ _log = logging.getLogger(__name__)
 
 
 class TraceExporter:
-    """Observes calls. `counts`: sampled calls, by `exported` or why they were dropped."""
+    """`counts`: sampled calls, by `exported` or why they were dropped."""
 
     def __init__(
         self, endpoint: str, ratio: float, model: str, resource: Mapping[str, Value], roots: bytes | None = None
     ) -> None:
-        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. Made
+        """`endpoint`: `http://HOST:PORT` or `https://HOST:PORT`, whose authorities are `roots` or public ones. Called
         inside the event loop."""
         self.counts = Counter(dict.fromkeys(("exported", "queue", "failed", "refused", "shutdown"), 0))
         self._ratio = ratio
@@ -150,7 +149,6 @@ class TraceExporter:
             pass
 
     def _report(self, trouble: str) -> None:
-        """Logs one line when trouble begins, and one when it is over."""
         if trouble and not self._failing:
             _log.warning("traces: %s does not take them: %s", self._address, trouble)
         elif not trouble and self._failing:

@@ -1,7 +1,7 @@
-"""Converts the record of a call to OpenTelemetry spans: one of the call, and below it one for each phase.
+"""Converts a call's record to OpenTelemetry spans: its own, and below it one for each phase.
 
-Names of attributes are those of the semantic conventions for RPC and generative AI, and `whippet.…` where they have
-none. No text of a prompt or an answer, and no tenant.
+Attributes have names of the semantic conventions for RPC and generative AI, else `whippet.…`. No text of a prompt or an
+answer, and no tenant.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ERRORS = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAIL
 
 
 def sampled(traceparent: str, trace_id: str, ratio: float) -> bool:
-    """Follows the caller's decision, else samples `ratio` of all, by the trace's id if it has one, so that every server
-    decides alike."""
+    """Follows the caller's decision, else samples `ratio` by the trace's id if any, so that every server decides
+    alike."""
     if traceparent:
         return bool(int(traceparent[-2:], 16) & 1)
     if trace_id:
@@ -33,7 +33,7 @@ def sampled(traceparent: str, trace_id: str, ratio: float) -> bool:
 
 
 def spans_of(record: RequestRecord, model: str) -> list[Span]:
-    """Returns the spans of a record that has ids. The call's own span comes first."""
+    """The call's own span comes first."""
     trace_id = bytes.fromhex(record.trace_id)
     call = Span(
         trace_id=trace_id,
@@ -75,7 +75,7 @@ def spans_of(record: RequestRecord, model: str) -> list[Span]:
 
 
 def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-    """Yields the phases that the call reached; the last one lasts until its end. Seconds, monotonic."""
+    """Seconds, monotonic; the last phase lasts until the call's end."""
     begun: list[tuple[str, float]] = [("receive message", record.arrived_at)]
     if record.admitted_at is not None:
         begun.append(("tokenize", record.admitted_at))
@@ -100,15 +100,13 @@ def phases(record: RequestRecord) -> Iterator[tuple[str, float, float]]:
 
 
 def _first_token(record: RequestRecord) -> float | None:
-    """Returns the time of the first token. A unary answer is read in large parts, so that the engine's time is more
-    exact."""
+    """A unary answer is read in large parts, so that the engine's time is more exact."""
     if record.streamed or record.queue is None or record.prefill is None:
         return record.first_token_at
     return min(record.ended_at, record.arrived_at + record.queue + record.prefill)
 
 
 def _source(record: RequestRecord) -> str:
-    """Returns the name of the phase that follows the caches' lookup."""
     if record.submitted_at is not None:
         return "queue"
     if record.role == "follower":
@@ -135,7 +133,6 @@ def _rpc(record: RequestRecord) -> dict[str, Value]:
 
 
 def _generation(record: RequestRecord, model: str) -> dict[str, Value]:
-    """Returns attributes of a generating call, as far as it came."""
     if not record.operation:
         return {}
     found: dict[str, Value] = {

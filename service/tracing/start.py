@@ -19,8 +19,6 @@ _EXTRA = "in a checkout pip install -e '.[otel]', for a wheel pip install 'FILE.
 
 
 class Traces:
-    """An exporter, or none where traces are off."""
-
     def __init__(self, exporter: TraceExporter | None) -> None:
         self.observers: tuple[Observer, ...] = () if exporter is None else (exporter,)
         self.sample = None if exporter is None else exporter.sample
@@ -28,7 +26,6 @@ class Traces:
         self._exporter = exporter
 
     async def close(self) -> None:
-        """Sends what waits, for two seconds at most."""
         if self._exporter is not None:
             await self._exporter.close()
 

@@ -28,8 +28,6 @@ SIDE_BOUNDS = PortBounds(SIDE_PORT, 64, SMALL.message_bytes)  # of a port that i
 
 
 class Server(Stoppable, Protocol):
-    """Interface of a grpc.aio.Server."""
-
     async def start(self) -> None: ...
 
 
@@ -57,7 +55,7 @@ def open_port(
     credentials: grpc.ServerCredentials | None,
     bounds: PortBounds,
 ) -> Port:
-    """Returns a server that is bound and not yet started. Raises PortTaken, or BadSettings, which names `setting`."""
+    """Returns a port that is bound but not started. Raises PortTaken, or BadSettings, which names `setting`."""
     gate = Gate(handlers)
     server = grpc.aio.server(options=options(bounds, shared=False))
     server.add_generic_rpc_handlers((gate,))
@@ -76,7 +74,7 @@ def open_shared_port(
     relays: RelayOptions,
     counts: RelayCounts,
 ) -> Port:
-    """Opens a port on which relays listen; the last of the handlers must know every method."""
+    """Relays listen on the port; the last of the handlers must know every method."""
     reserved, port = _reserve(setting, address)
     gate = Gate(handlers)
     address = _with_port(address, port)
@@ -89,8 +87,8 @@ def _with_port(address: str, port: int) -> str:
 
 
 def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
-    """Sockets that hold the address for processes of this user to listen there together, and its port. A server that
-    listens there already is an error, though it might share. Raises PortTaken or BadSettings."""
+    """Returns sockets that hold the address for processes of this user to listen there together, and its port. A server
+    that listens there already is an error. Raises PortTaken or BadSettings."""
     port, reserved = int(address.rpartition(":")[2]), list[socket.socket]()
     for family, where in _resolved(setting, address):
         try:
@@ -110,10 +108,8 @@ def _reserve(setting: str, address: str) -> tuple[list[socket.socket], int]:
 
 
 def _bind_shared(one: socket.socket, where: Any) -> None:
-    """Binds a socket to a port that several processes share, by SO_REUSEPORT.
-
-    SO_REUSEADDR is needed only where connections of a former server are in TIME_WAIT on the port. It is not set
-    otherwise, because it would let another server reserve the port too until the relays listen."""
+    """SO_REUSEADDR is set only where a former server's connections are in TIME_WAIT: it would let another server
+    reserve the port too until the relays listen."""
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         one.bind(where)
@@ -135,7 +131,7 @@ def _resolved(setting: str, address: str) -> list[tuple[socket.AddressFamily, An
 
 
 def cannot_listen(setting: str, address: str) -> PortTaken | BadSettings:
-    """Returns why a bind failed: gRPC does not report it, so it is tried again with a socket."""
+    """Tries the bind again with a socket, since gRPC does not report why it failed."""
     try:
         for family, where in _resolved(setting, address):
             try:

@@ -22,6 +22,7 @@ from engine.execution.step_state import Parts
 from engine.scheduling.plan import RowResult, Runner, Share
 from engine.settings import EngineSettings, KvDtype
 from engine.worker.build import PreparedModel, make_runner, prepare
+from engine.worker.offers import trial_of
 from tests.contract.answers import FREE, alone, generate, progress, requests
 from tests.engine.execution.counting import allowed, counting
 from tests.engine.judged import judge
@@ -117,12 +118,12 @@ TRIALS = [
 def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trial:
     entry, device, kept = request.param
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(dict(entry.trial)))
+    (folder / "config.json").write_text(json.dumps(dict(trial_of(entry))))
     settings = EngineSettings(
         model=str(folder),
         load_format="dummy",
         device=device,
-        dtype=entry.trial["dtype"],  # type: ignore[arg-type]
+        dtype=trial_of(entry)["dtype"],  # type: ignore[arg-type]
         max_sequences=16,
         kv_bytes=16 << 20,
         kv_dtype=kept,

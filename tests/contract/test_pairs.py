@@ -31,6 +31,7 @@ from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, make_runner, prepare
+from engine.worker.offers import KERNELS_TRIAL, PLAIN_TRIAL
 from tests.contract.answers import FREE, progress
 from tests.contract.pairs import (
     FEATURES,
@@ -166,7 +167,7 @@ PATHS = [
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, eager_to: None) -> Iterator[Path]:
     name, device = request.param
     folder = tmp_path_factory.mktemp("model")
-    trial = {**EAGER.trial, "num_hidden_layers": 1} if device == "cpu" else ENTRIES["graph_decode"].trial
+    trial = {**PLAIN_TRIAL, "num_hidden_layers": 1} if device == "cpu" else KERNELS_TRIAL
     (folder / "config.json").write_text(json.dumps(dict(trial)))
     drafting = name in ("draft model", "all with a draft model")
     settings = EngineSettings(

@@ -20,6 +20,7 @@ from engine.scheduling.plan import RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, make_runner, prepare
+from engine.worker.offers import PLAIN_TRIAL
 from tests.contract.answers import generate, progress, requests
 
 EAGER = EXECUTORS[-1]
@@ -30,7 +31,7 @@ Kind = TypeVar("Kind", bound="Narrow")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, PreparedModel]:
     """Eager's own model on the CPU."""
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(dict(EAGER.trial)))
+    (folder / "config.json").write_text(json.dumps(dict(PLAIN_TRIAL)))
     settings = EngineSettings(
         model=str(folder), load_format="dummy", device="cpu", dtype="float32", max_sequences=8, kv_bytes=4 << 20
     )
@@ -93,7 +94,7 @@ def saying(reason: str | None) -> Callable[[Parts], str | None]:
 
 
 def registry_of(name: str, make: Any, reason: str | None = None) -> tuple[ExecutorEntry, ...]:
-    return (ExecutorEntry(Role.MANY, name, saying(reason), make, EAGER.trial), EAGER)
+    return (ExecutorEntry(Role.MANY, name, saying(reason), make), EAGER)
 
 
 def test_an_optional_neighbour_is_taken_along_and_may_be_missing(plain: tuple[EngineSettings, PreparedModel]) -> None:
@@ -137,7 +138,7 @@ def test_neighbours_of_one_word_are_used_together_or_missed(plain: tuple[EngineS
     _, prepared = plain
     first, last = registry_of("fast", eager.Eager)
     for reason in (None, "no room"):
-        beside = ExecutorEntry("fast_prompts", "fast", saying(reason), Narrow, EAGER.trial)
+        beside = ExecutorEntry("fast_prompts", "fast", saying(reason), Narrow)
         choice = choose("auto", prepared.parts, (first, beside, last))
         assert choice.decoder == "fast"
         names = [name for name, _ in choice.executors]

@@ -27,6 +27,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Assignment, StepPlan, StepResult
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, make_runner, prepare
+from engine.worker.offers import PLAIN_TRIAL
 from tests.contract.answers import FREE, Answer, generate, progress, requests
 
 EAGER = EXECUTORS[-1]
@@ -72,7 +73,7 @@ def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[EngineSettings, PreparedModel]:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps({**EAGER.trial, **CONFIGS.get(request.param, {})}))
+    (folder / "config.json").write_text(json.dumps({**PLAIN_TRIAL, **CONFIGS.get(request.param, {})}))
     settings = EngineSettings(
         model=str(folder),
         load_format="dummy",

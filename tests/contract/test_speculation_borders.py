@@ -21,6 +21,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, make_runner, prepare
+from engine.worker.offers import PLAIN_TRIAL
 from tests.contract.answers import progress
 from tests.contract.test_speculation import speculating
 
@@ -32,7 +33,7 @@ PROMPT = tuple(range(40, 51))  # 11 tokens: the first page's border lies within 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[EngineSettings, PreparedModel]:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(dict(EXECUTORS[-1].trial)))
+    (folder / "config.json").write_text(json.dumps(dict(PLAIN_TRIAL)))
     settings = EngineSettings(
         model=str(folder), load_format="dummy", device="cpu", dtype="float32", max_sequences=8, kv_bytes=4 << 20
     )

@@ -1,4 +1,4 @@
-"""Steps of many rows as captured graphs, one for each bucket of up to 512 rows: rows come and go one by one."""
+"""Computes steps of many rows by captured graphs, one for each bucket of up to 512 rows."""
 
 from __future__ import annotations
 
@@ -7,29 +7,25 @@ import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from engine.execution.batch_pipeline import MOST_BATCH_AHEAD, BatchPipeline, Changes
-from engine.execution.driver import Recorder, RingPoller, all_entries
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import StepLaunch
+from engine.execution.ring import RingPoller, all_entries
 from engine.execution.router import FEW, Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.step_state import Parts, making
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
-from engine.kernels.attention import LayerAttention
-from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
-from engine.kernels.build import BuildError
-from engine.kernels.launch import Launch
-from engine.kernels.weights import Format
+from engine.kernels.capture import Graphs
 from engine.loading.progress import Progress
 from engine.model.layers import many_tokens
 from engine.model.layers.many_tokens import ForwardPass
+from engine.model.layers.token_attention import RowAttention
 from engine.scheduling.plan import RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -38,7 +34,7 @@ RING = 2 * MOST_BATCH_AHEAD  # steps whose entries are kept
 
 
 class BatchedSteps:
-    """All batch buckets, over one set of row states. Calls go to torch's current stream."""
+    """A `BatchDevice` whose buckets share one set of row states. Calls go to torch's current stream."""
 
     def __init__(self, parts: Parts, buckets: tuple[int, ...]) -> None:
         self._parts = parts
@@ -58,20 +54,17 @@ class BatchedSteps:
             window: batch_attention.workspace(self._pass.layout, most, grid, device)
             for window in dict.fromkeys(parts.model.config.windows)
         }
-        self._recorder = Recorder(device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by rows, and whether some ask for the stages
+        self._graphs = Graphs(device)  # by rows, and whether some ask for the sampling stages
         self._poller = RingPoller()
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures the steps of all buckets."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         for done, rows in enumerate(reversed(self._buckets)):
             progress("batches", done, len(self._buckets))
             for sampled in (False, True):
                 # The sampling stages are ours, and need no rehearsal beside the products of as many rows.
-                graph = self._recorder.record(partial(self._step, rows, sampled), rehearse=not sampled)
-                self._graphs[rows, sampled] = graph
-                graph.replay()
+                step = partial(self._step, rows, sampled)
+                self._graphs.capture((rows, sampled), step, rehearse=not sampled).replay()
         self._rows.rehearse()
         torch.cuda.synchronize()
         self._report.number.zero_()
@@ -80,14 +73,13 @@ class BatchedSteps:
         progress("batches", len(self._buckets), len(self._buckets))
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         for rows in self._buckets:
             for sampled in (False, True):
                 self._step(rows, sampled)
         self._rows.ask()
 
     def _step(self, rows: int, sampled: bool) -> None:
-        """Enqueues one step of the first `rows` row states, of which some ask for the sampling stages or none."""
+        """`sampled`: some of these row states ask for the sampling stages."""
         run, own = self._pass, self._rows.states.first(rows)
         chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
         attention = RowAttention(run, own, self._spaces)
@@ -103,13 +95,9 @@ class BatchedSteps:
         self._rows.send(update)
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues a step of the first `launch.rows` row states."""
         self._poller.launched()
-        sampled = self._rows.sampled(launch.rows)
-        if launch.options.graphs:
-            self._graphs[launch.rows, sampled].replay()
-        else:
-            self._step(launch.rows, sampled)
+        kind = launch.rows, self._rows.sampled(launch.rows)
+        self._graphs.run(kind, partial(self._step, *kind), captured=launch.options.graphs)
 
     def poll(self, number: int, rows: int) -> Rows[int] | None:
         return all_entries(self._ring[number % RING, :rows], number)
@@ -118,40 +106,11 @@ class BatchedSteps:
         self._poller.wait()
 
     def close(self) -> None:
-        """Gives the graphs back."""
         torch.cuda.synchronize()
         self._graphs.clear()
 
 
-class RowAttention:
-    """A `many_tokens.TokenAttention` of rows of one token."""
-
-    def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
-        self._run = run
-        self._places = ops.TokenPlaces(rows.position, rows.pages)
-        held = BatchRows(rows.length, rows.pages)
-        grid = batch_attention.grid(run.layout, run.gpu)
-        self._of_window = {
-            window: BatchAttention(run.library, run.layout, held, grid, space, window)
-            for window, space in spaces.items()
-        }
-
-    def plans(self) -> list[Launch]:
-        """To be enqueued before the pass."""
-        return [one.plan() for one in self._of_window.values()]
-
-    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
-        """Queries, keys and values of each row's token."""
-        run = self._run
-        return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
-
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
-        """Over each row's context."""
-        return self._of_window[layer.window].attend(layer, queries, out, order)
-
-
 def why_not(parts: Parts) -> str | None:
-    """Why it cannot serve this model here, or None."""
     if parts.max_sequences <= FEW:
         return f"no more than {FEW} sequences run at once, which graph_decode takes"
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
@@ -160,7 +119,6 @@ def why_not(parts: Parts) -> str | None:
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     BatchedSteps(parts, _buckets(parts)).ask()
 
 
@@ -170,35 +128,25 @@ def _buckets(parts: Parts) -> tuple[int, ...]:
 
 
 class Batched:
-    """Decodes rows of one token. An `Executor`."""
+    """An `Executor` that decodes many rows."""
 
     lookahead_tokens = 2 * MOST_BATCH_AHEAD + 1
     max_tokens_per_row = MOST_BATCH_AHEAD
-    switches: Mapping[str, str | None] = MappingProxyType({"graphs": None, "fused_kernels": None})
 
     def __init__(self, parts: Parts) -> None:
         buckets = _buckets(parts)
-        try:
-            with torch.inference_mode():
-                self._steps = BatchedSteps(parts, buckets)
-        except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
-            raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            self._steps = BatchedSteps(parts, buckets)
         self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the most rows of a step."""
-        return Capacity(many=self._pipeline.most_rows)
+        self.capacity = Capacity(many=self._pipeline.most_rows)
+        self.switches: Mapping[str, str | None] = {"graphs": None, "fused_kernels": None}
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures the steps of all buckets."""
         with torch.inference_mode():
             self._steps.warmup(progress)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token or several for each row."""
         return self._pipeline.step(share.rows, options)
 
     def close(self) -> None:
-        """Gives the graphs back."""
         self._steps.close()

@@ -1,27 +1,27 @@
-"""Steps of up to eight rows as captured graphs that copy nothing, launched ahead of their tokens. Up to sixteen rows
-are two such steps in turns."""
+"""Steps of up to eight rows as captured graphs, launched ahead of their tokens; up to sixteen rows are two such steps
+in turns."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
-from engine.execution.driver import Recorder, RingPoller
-from engine.execution.graphs import placement, weights
-from engine.execution.graphs.row_state import RING, StateBlock, entry_of, fill, idle, placed, words
+from engine.execution.graphs.chains import REACHES, Chain, Chains, distinct, fitting, reaches
+from engine.execution.graphs.row_state import PlainRows, TokenMasks
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
     SIZES,
+    Mask,
+    MaskedPipeline,
     MorePages,
     Pipeline,
     Rewrite,
@@ -31,19 +31,22 @@ from engine.execution.pipeline import (
     plain_lookahead,
     run_share,
 )
+from engine.execution.ring import RING, RingPoller, entry_of, words
 from engine.execution.router import AHEAD, FEW, Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit, no_gpu
+from engine.execution.step_state import Parts, kernel_switches, making, no_gpu
 from engine.kernels import sampling
-from engine.kernels.attention import MANY_TOKENS
-from engine.kernels.build import BuildError, Kernels
-from engine.kernels.launch import Launch, launcher_of
+from engine.kernels.build import Kernels
+from engine.kernels.capture import device_seconds
+from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
+from engine.model.layers import few_rows_weights, placement
 from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
     StepWeights,
     allocate,
+    prepare_choice,
     prepare_layers,
     prepare_start,
     prepare_step,
@@ -51,106 +54,74 @@ from engine.model.layers.few_rows import (
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
 
-# Tokens; attention is launched no wider than the longest row needs, which costs a little, and beyond the last of these
-# another way.
-REACHES = (512, 1024, MANY_TOKENS)
 MOST_PIPELINES = 2
+Choice = tuple[bool, bool]  # whether rows need the sampling stages, and whether the head is read in two passes
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
-    """The step of a batch bucket whose rows are no longer than `longest`."""
-
-    longest: int
-    chain: tuple[Launch, ...]
-    graphs: dict[int, torch.cuda.CUDAGraph]  # by their number of steps
-
-
-def distinct(steps: Rows[Steps]) -> tuple[Steps, ...]:
-    """Those that the next longer one does not launch in the same way."""
-    longer = [*steps[1:], None]
-    return tuple(one for one, other in zip(steps, longer, strict=True) if other is None or not _same(one, other))
-
-
-def _same(one: Steps, other: Steps) -> bool:
-    return all(a.kernel is b.kernel and a.shape == b.shape for a, b in zip(one.chain, other.chain, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class BatchBucket:
-    """The steps of a bucket's rows side by side, and their memory."""
-
+class Bucket:
     buffers: StepBuffers
-    state: StateBlock
+    rows: PlainRows
     start: Launch
-    reaches: tuple[Steps, ...]  # shortest first
-    two_pass: tuple[Steps, ...]  # as `reaches`, with the head in two passes; none without its coarse copy
     sampling: Sampling
-    sampled: tuple[Steps, ...]  # as `reaches`, for rows of which some need the sampling stages
-    within_top: tuple[Steps, ...]  # as both: for rows that all are drawn from their likeliest tokens
     ring: memoryview  # of 64-bit words [rows · RING]
+    masks: TokenMasks | None
+    steps: dict[Choice, tuple[Chain, ...]] = field(default_factory=dict)  # shortest first
+    halves: dict[Choice | int, Chain] = field(default_factory=dict)  # the layers by `longest`, and ways to choose
 
 
-class RowMemory(Protocol):
-    """The memory of a bucket's rows."""
-
-    @property
-    def buffers(self) -> StepBuffers: ...
-    @property
-    def state(self) -> StateBlock: ...
-    @property
-    def start(self) -> Launch: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def ring(self) -> memoryview:
-        """64-bit words [rows · RING]."""
-
-
-Memory = TypeVar("Memory", bound=RowMemory)
-
-
-class RowSteps(ABC, Generic[Memory]):
+class RowSteps(ABC):
     """Steps of few rows, whose states the host writes as one block. Calls go to torch's current stream."""
+
+    masked = False  # whether a mask can be given for each row
 
     def __init__(self, library: Kernels, weights: StepWeights, max_context: int, most_rows: int) -> None:
         self._library = library
         self._weights = weights
+        self._two_pass = weights.coarse is not None
         self._max_context = max_context
-        self._lengths = [*(reach for reach in REACHES if reach < max_context), max_context]
         self._plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         vocabulary, device = weights.head.rows, weights.table.device
-        self._launcher = launcher_of(device)
-        self._recorder = Recorder(device)
+        self._chains = Chains(device)
         most = bucket(min(most_rows, BUCKETS[-1]))
         self._sampling = sampling.allocate(most, vocabulary, device)  # all buckets', one at a time
         self._most_top = sampling.most_top(library.gpu.multiprocessors)
-        self._buckets: dict[int, Memory] = {}
-        self._here: Memory | None = None
+        self._buckets: dict[int, Bucket] = {}
+        self._here: Bucket | None = None
         self._draws = False  # whether the sampling stages are needed here
         self._within_top = False  # and need few logits
         self._poller = RingPoller()
 
     @abstractmethod
-    def _made(self, size: int) -> Memory:
-        """Makes the memory and the steps of `size` rows. Raises BuildError."""
+    def launch(self, launch: StepLaunch) -> None: ...
 
-    def _bucket(self, size: int) -> Memory:
+    def _bucket(self, size: int) -> Bucket:
         found = self._buckets.get(size)
         if found is None:
-            found = self._buckets[size] = self._made(size)
+            rows = PlainRows(size, self._weights.table.device)
+            buffers = rows.placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING))
+            found = self._buckets[size] = self._made(buffers, rows)
         return found
 
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+        masks = None
+        if self.masked:
+            masks = TokenMasks(buffers.batch, self._weights.head.rows, self._weights.table.device)
+            buffers = replace(buffers, choice=replace(buffers.choice, masks=masks.arrived))
+        return Bucket(
+            buffers=buffers,
+            rows=rows,
+            start=prepare_start(self._library, self._weights, buffers),
+            sampling=self._sampling.first(buffers.batch),
+            ring=words(buffers.progress.ring),
+            masks=masks,
+        )
+
     @property
-    def _current(self) -> Memory:
+    def _current(self) -> Bucket:
         if self._here is None:
             raise EngineFailed("no rows were placed")
         return self._here
-
-    def _room(self, size: int) -> tuple[StepBuffers, StateBlock]:
-        """Returns the memory of `size` rows, all of them idle."""
-        state = idle(size, self._weights.table.device)
-        return placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING), state), state
 
     def update(self, update: Rewrite | MorePages) -> None:
         if isinstance(update, MorePages):
@@ -163,7 +134,7 @@ class RowSteps(ABC, Generic[Memory]):
             torch.cuda.synchronize()
             for each in self._buckets.values():
                 each.buffers.progress.ring.zero_()
-        here.state.block.copy_(fill(rows, here.buffers.batch, update.number), non_blocking=True)
+        here.rows.write(rows, update.number)
         needs = [sampled.sampled_row(row.sequence, len(row.unreported)) for row in rows]
         self._draws = any(need is not None for need in needs)
         self._within_top = all(need is not None and need.within_top(self._most_top) for need in needs)
@@ -171,7 +142,7 @@ class RowSteps(ABC, Generic[Memory]):
             self._add_pages(index, 0, row.pages)
             if self._draws:
                 sampled.place(here.sampling, index, row.sequence, row.unreported)
-        self._launcher.enqueue([here.start])
+        self._chains.launcher.enqueue([here.start])
 
     def _add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
         row = self._current.buffers.places.pages[index]
@@ -187,13 +158,13 @@ class RowSteps(ABC, Generic[Memory]):
         self._poller.wait()
 
     def close(self) -> None:
-        """Gives the graphs back."""
         torch.cuda.synchronize()
+        self._chains.graphs.clear()
         self._buckets.clear()
         self._here = None
 
 
-class CapturedSteps(RowSteps[BatchBucket]):
+class CapturedSteps(RowSteps):
     """Plain steps. All buckets are captured at the start."""
 
     def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
@@ -201,51 +172,36 @@ class CapturedSteps(RowSteps[BatchBucket]):
         self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
     def build(self, sizes: Rows[int]) -> None:
-        """Makes the steps of these buckets. Raises BuildError."""
+        """Raises BuildError where a kernel cannot be had."""
         for size in sizes:
             self._bucket(size)
 
-    def _made(self, size: int) -> BatchBucket:
-        return self._steps(*self._room(size))
-
-    def _steps(self, buffers: StepBuffers, state: StateBlock) -> BatchBucket:
-        library = self._library
-        draws = self._sampling.first(buffers.batch)
-        plans = [replace(self._plan, longest=longest) for longest in self._lengths]
-        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
-
-        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            found = []
-            for longest, each, common in zip(self._lengths, plans, layers, strict=True):
-                each = replace(each, two_pass=two_pass, within_top=two_pass)
-                chain = prepare_step(library, self._weights, buffers, each, how, layers=common)
-                found.append(Steps(longest, chain, {}))
-            return distinct(found)
-
-        return BatchBucket(
-            buffers=buffers,
-            state=state,
-            start=prepare_start(library, self._weights, buffers),
-            reaches=reaches(None),
-            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
-            sampling=draws,
-            sampled=reaches(draws),
-            within_top=() if self._weights.coarse is None else reaches(draws, two_pass=True),
-            ring=words(buffers.progress.ring),
-        )
+    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+        made = super()._made(buffers, rows)
+        lengths = reaches(self._max_context)
+        plans = [replace(self._plan, longest=longest) for longest in lengths]
+        layers = [prepare_layers(self._library, self._weights, buffers, plan) for plan in plans]
+        for two_pass in (False, True) if self._two_pass else (False,):
+            for draws in (None, made.sampling):
+                chains = []
+                for longest, plan, common in zip(lengths, plans, layers, strict=True):
+                    plan = replace(plan, two_pass=two_pass, within_top=two_pass)
+                    chain = prepare_step(self._library, self._weights, buffers, plan, draws, layers=common)
+                    chains.append(Chain(longest, chain))
+                made.steps[draws is not None, two_pass] = distinct(chains)
+        return made
 
     def settle(self) -> None:
-        """Has the vectors of one row's step lie where it is fastest; while no page is in use. Raises BuildError."""
+        """Moves the vectors of one row's step to where it is fastest. No page may be in use."""
         gc.collect()  # as for `warmup`
         size = self.sizes[0]
-        self.build((size,))
-        here = self._buckets[size]
+        here = self._bucket(size)
         plan = replace(self._plan, longest=min(REACHES[1], self._max_context))
-        timed = placement.LayersTimed(self._library, self._launcher, self._weights, plan)
+        timed = placement.LayersTimed(self._library, self._chains.launcher, self._weights, plan)
         timed.place_row(here.buffers)
         buffers = placement.settled(here.buffers, timed)
         timed.take_away(buffers)
-        self._buckets[size] = self._steps(buffers, here.state)
+        self._buckets[size] = self._made(buffers, here.rows)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -254,21 +210,23 @@ class CapturedSteps(RowSteps[BatchBucket]):
         self.build(self.sizes)
         progress("kernels", len(self.sizes), len(self.sizes))
         wanted = [
-            (steps, size)
+            (chain, size)
             for each in self._buckets.values()
-            # All `reaches` too would be captured for nothing: where there are two passes, they are when first wanted.
-            for steps in (*(each.two_pass or each.reaches), *each.sampled, *each.within_top)
+            for (draws, two_pass), chains in each.steps.items()
+            # Where there are two passes, one pass is captured when it is first wanted.
+            if draws or two_pass == self._two_pass
+            for chain in chains
             for size in SIZES
         ]
-        for done, (steps, size) in enumerate(wanted):
+        for done, (chain, size) in enumerate(wanted):
             progress("graphs", done, len(wanted))
-            self._graph(steps, size).replay()
+            self._chains.capture(chain, size).replay()
         for each in self._buckets.values():
-            each.state.block.copy_(fill((), each.buffers.batch, 0), non_blocking=True)
+            each.rows.write((), 0)
             self._here = each
             for pages in ((0,), (0, 0)):
                 self._add_pages(0, 0, pages)
-            self._launcher.enqueue([each.start])
+            self._chains.launcher.enqueue([each.start])
         self._sampling.rehearse()
         self._here = None
         torch.cuda.synchronize()
@@ -276,93 +234,86 @@ class CapturedSteps(RowSteps[BatchBucket]):
 
     def seconds(self, rows: int) -> float:
         """Returns about how many seconds a step of this bucket takes. Its rows must be idle."""
-        event: type[torch.cuda.Event] = torch.cuda.Event
-        here, many = self._buckets[rows], SIZES[0]
-        graph = self._graph((here.two_pass or here.reaches)[0], many)
+        many = SIZES[0]
+        graph = self._chains.capture(self._buckets[rows].steps[False, self._two_pass][0], many)
         graph.replay()  # while it runs, the host gets ahead
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / many
-
-    def _graph(self, steps: Steps, size: int) -> torch.cuda.CUDAGraph:
-        found = steps.graphs.get(size)
-        if found is None:
-
-            def enqueue() -> None:
-                for _ in range(size):
-                    self._launcher.enqueue(steps.chain)
-
-            found = steps.graphs[size] = self._recorder.record(enqueue)
-        return found
+        return device_seconds(graph.replay) / many
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues steps of all rows."""
         self._poller.launched()
+        options = launch.options
+        two_pass = options.two_pass_head and self._two_pass and self._within_top == self._draws
+        chain = fitting(self._current.steps[self._draws, two_pass], launch.longest)
+        self._chains.run(chain, captured=options.graphs, times=launch.steps)
+
+
+class MaskedSteps(RowSteps):
+    """Launches halves of steps: the layers, or, given masks, the choice of tokens.
+
+    Buckets are made and graphs captured when they are first wanted, in some ten milliseconds each: most servers are
+    never asked for a constraint."""
+
+    masked = True
+
+    def launch(self, launch: StepLaunch) -> None:
         here, options = self._current, launch.options
-        if options.two_pass_head and here.two_pass and self._within_top == self._draws:
-            reaches = here.within_top if self._draws else here.two_pass
+        if launch.half is not None and launch.half.masks is not None:
+            assert here.masks is not None
+            here.masks.send(launch.half.masks)
+            self._poller.launched()
+            two_pass = options.two_pass_head and self._two_pass and not self._draws
+            chain = self._half(here, (self._draws, two_pass), lambda: self._choice(here, two_pass))
         else:
-            reaches = here.sampled if self._draws else here.reaches
-        reach = next(reach for reach in reaches if reach.longest >= launch.longest)
-        if options.graphs:
-            self._graph(reach, launch.steps).replay()
-            return
-        for _ in range(launch.steps):
-            self._launcher.enqueue(reach.chain)
+            longest = next(reach for reach in reaches(self._max_context) if reach >= launch.longest)
+            chain = self._half(here, longest, lambda: self._layers(here, longest))
+        self._chains.run(chain, captured=options.graphs)
+
+    @staticmethod
+    def _half(here: Bucket, key: tuple[bool, bool] | int, make: Callable[[], tuple[Launch, ...]]) -> Chain:
+        found = here.halves.get(key)
+        if found is None:
+            found = here.halves[key] = Chain(0, make())
+        return found
+
+    def _layers(self, here: Bucket, longest: int) -> tuple[Launch, ...]:
+        return prepare_layers(self._library, self._weights, here.buffers, replace(self._plan, longest=longest))
+
+    def _choice(self, here: Bucket, two_pass: bool) -> tuple[Launch, ...]:
+        draws = here.sampling if self._draws else None
+        return prepare_choice(self._library, self._weights, here.buffers, replace(self._plan, two_pass=two_pass), draws)
 
 
 def why_not(parts: Parts) -> str | None:
-    """Why it cannot serve this model here, or None."""
     objection = no_gpu(parts)
     if objection is not None:
         return objection
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed"
-    return weights.why_not(parts)
+    return few_rows_weights.why_not(parts)
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
-    read, _ = weights.shared(parts)
-    device = CapturedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
+    device = CapturedSteps(parts.kernels, parts.step_weights[0], parts.max_context, parts.max_sequences)
     device.build(device.sizes)
 
 
 class GraphDecode:
-    """Decodes rows of one token. An `Executor`."""
-
     lookahead_tokens = 2 * AHEAD - 1
     max_tokens_per_row = 2 * AHEAD
 
     def __init__(self, parts: Parts) -> None:
-        firsts = range(0, min(parts.max_sequences, MOST_PIPELINES * FEW), FEW)
-        with torch.inference_mode():
-            try:
-                read, self._why_one_pass = weights.shared(parts)
-                self._devices = [
-                    CapturedSteps(parts.kernels, read, parts.max_context, parts.max_sequences - first)
-                    for first in firsts
-                ]
-                self._devices[0].build(BUCKETS[:1])
-            except BuildError as failure:
-                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            read, why_one_pass = parts.step_weights
+            self._devices = [
+                CapturedSteps(parts.kernels, read, parts.max_context, parts.max_sequences - first)
+                for first in range(0, min(parts.max_sequences, MOST_PIPELINES * FEW), FEW)
+            ]
+            self._devices[0].build(BUCKETS[:1])
         self._pipelines = [Pipeline(device, parts.sequences, parts.max_context) for device in self._devices]
-
-    @property
-    def capacity(self) -> Capacity:
-        """Returns the number of its pipelines."""
-        return Capacity(few=len(self._pipelines))
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it obeys: a step as a graph, kernels of our own, and a coarse copy of the head."""
-        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
+        self.capacity = Capacity(few=len(self._pipelines))
+        self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles, captures, and measures what a step costs."""
         with torch.inference_mode():
             self._devices[0].settle()
             for device in self._devices:
@@ -374,10 +325,44 @@ class GraphDecode:
         return in_flight(self._pipelines, rows)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one token or several for each row."""
         return run_share(self._pipelines[share.pipeline], share, options)
 
     def close(self) -> None:
-        """Gives the graphs back."""
         for device in self._devices:
             device.close()
+
+
+class Constrained:
+    """Decodes up to eight rows of one token, of which some have a constraint."""
+
+    lookahead_tokens = 2
+    max_tokens_per_row = 1
+
+    def __init__(self, parts: Parts) -> None:
+        with making():
+            read, why_one_pass = parts.step_weights
+            self._steps = MaskedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
+        self._sequences = parts.sequences
+        self._constraints = parts.constraints
+        self._pipeline = MaskedPipeline(self._steps, parts.sequences, parts.max_context, self)
+        self.capacity = Capacity(masked=BUCKETS[-1])
+        self.switches = kernel_switches(why_one_pass)
+
+    def warmup(self, progress: Progress) -> None:
+        pass
+
+    def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
+        return self._pipeline.masked_step(share.rows, options)
+
+    def mask(self, key: int) -> Mask:
+        return self._constraints.mask(key)
+
+    def ready(self, key: int) -> bool:
+        return self._constraints.ready(key)
+
+    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
+        found = self._constraints.ended(found, [self._sequences.of(row) for row in rows])
+        return self._constraints.follow(rows, found)
+
+    def close(self) -> None:
+        self._steps.close()

@@ -1,4 +1,4 @@
-"""How rows of several tokens are laid into passes: chunks side by side, as many as there is room for. Torch-free."""
+"""Packs rows of several tokens into passes: chunks side by side, as many as there is room for. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLE = 4  # where the table of chunks begins, in words
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Tokens of a sequence from position `start` on, and from `first` on in the pass."""
+    """Its tokens begin at position `start` of the sequence, and at `first` in the pass."""
 
     row: Row
     sequence: SequenceState
@@ -33,33 +33,30 @@ class PromptChunk:
 
     @property
     def end(self) -> int:
-        """The position behind its last token."""
         return self.start + len(self.ids)
 
     @property
     def whole(self) -> bool:
-        """Whether the row ends here."""
+        """Returns whether the row ends with this chunk."""
         return self.end == self.row.start + self.row.count
 
 
 @dataclass(slots=True)
 class Pass:
-    """Chunks of different sequences."""
-
     chunks: list[PromptChunk] = field(default_factory=list)
     tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PassLayout:
-    """Where the parts of a pass of `size` tokens lie in what the device is sent, in words; its pages come last."""
+    """Says at which word of its message to the device each part of a pass begins."""
 
     size: int
     chunks: int  # 1 or MOST_CHUNKS
 
     @property
     def ends(self) -> int:
-        """The table of chunks of a pass that has the last token of each chunk alone."""
+        """Begins a second table of chunks, each with its last token alone."""
         return TABLE + 4 * self.chunks
 
     @property
@@ -72,7 +69,7 @@ class PassLayout:
 
     @property
     def owners(self) -> int:
-        """For each token, where its sequence's pages begin."""
+        """Says for each token where its sequence's pages begin."""
         return self.positions + self.size
 
     @property
@@ -80,8 +77,8 @@ class PassLayout:
         return self.owners + self.size
 
     def words(self, one: Pass) -> NDArray[np.int32]:
-        """What the device is sent: the counts of tokens and chunks, the table of chunks (first token, count, position
-        of the first, where its pages begin) and that of their ends, ids, positions, owners and pages."""
+        """Returns the message: counts of tokens and chunks, the table of chunks (first token, count, position of the
+        first, where its pages begin), `ends`, `ids`, `positions`, `owners`, `pages`."""
         held = [chunk.sequence.pages[: -(-chunk.end // PAGE_SIZE)] for chunk in one.chunks]
         ends, ids, positions, owners, first_page = self.ends, self.ids, self.positions, self.owners, self.pages
         words = np.zeros(first_page + sum(map(len, held)), dtype=np.int32)
@@ -103,7 +100,7 @@ class PassLayout:
 def passes(
     rows: Iterable[Row], sequences: SequenceTable, costs: Mapping[int, float], vocabulary: int
 ) -> Iterator[Pass]:
-    """All tokens of the rows, in their order. `costs`: seconds of a captured pass by its tokens, smallest first."""
+    """Yields all tokens of the rows, in order. `costs`: seconds of a pass by its tokens, smallest first."""
     rows = tuple(rows)
     left = sum(row.count for row in rows)
     here, room = Pass(), cheapest(costs, left)[1]
@@ -125,8 +122,7 @@ def passes(
 
 
 def cheapest(costs: Mapping[int, float], tokens: int) -> tuple[float, int]:
-    """Returns what `tokens` tokens cost, and the room of their first pass: one that holds them all, or the largest that
-    they fill, which others follow."""
+    """Returns the cost, and the size of the first pass: one that holds all tokens, or the largest that they fill."""
     sizes = tuple(costs)
     at = bisect_left(sizes, tokens)
     whole = (costs[sizes[at]], sizes[at]) if at < len(sizes) else (math.inf, 0)

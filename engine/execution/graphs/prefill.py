@@ -1,13 +1,11 @@
-"""Prompts as captured graphs: the forward pass of chunks, one graph for each size, and the tokens that follow them.
-
-Chunks of many sequences lie side by side in a pass, which is padded to the next size. Where each stands, how long
-it is and which pages it has lie in device memory, so one graph serves every prompt, whole, continued after a cached
-prefix, or in chunks.
-"""
+"""Computes prompts by captured graphs, one for each size. Chunks of many sequences lie side by side in a pass. Their
+positions, lengths and pages lie in device memory, so that one graph serves every prompt: whole, in chunks, or behind a
+cached prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,63 +13,65 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.execution.driver import Mailbox, Recorder
-from engine.execution.graphs import weights as step_weights
+from engine.api import GREEDY, Stopping
 from engine.execution.graphs.first_tokens import FirstTokens, ManyFirstTokens, can_draw
-from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, passes
+from engine.execution.graphs.passes import MOST_CHUNKS, TABLE, Pass, PassLayout, PromptChunk, cheapest, passes
 from engine.execution.needs import chosen_by_kernels
 from engine.execution.router import ALL_OPTIONS, Capacity, StepOptions
-from engine.execution.step_state import Parts, Unfit
+from engine.execution.speculation.verifying import DraftProgress
+from engine.execution.step_state import Parts, Unfit, kernel_switches, making
 from engine.kernels import prefill as ops
-from engine.kernels.attention import LayerAttention
-from engine.kernels.build import BuildError
-from engine.kernels.launch import Launch
+from engine.kernels.capture import Graphs, Mailbox, device_seconds
 from engine.kernels.tokens import Fed
-from engine.kernels.weights import Format
 from engine.loading.progress import Progress
+from engine.model.layers import few_rows_weights
+from engine.model.layers.few_rows import StepWeights
 from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
-from engine.scheduling.plan import Row, RowResult, Share
+from engine.model.layers.token_attention import PassAttention
+from engine.scheduling.plan import Admitted, Row, RowResult, Share
+from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import begin as begin_sequence
 from engine.settings import PAGE_SIZE
 
 SIZES = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)  # tokens of a graph
+DRAFT_SIZES = (32, 128, 512)  # likewise, of a draft model
+_TIMINGS = 3  # of a draft model's pass; the shortest counts
 _FEW = 2  # first tokens that are drawn one by one: each reads the head, all together are slower for one
 _ROUNDS = 2  # of timing all sizes; the least counts
 
 
 class CapturedPasses:
-    """Passes over one model. What they leave of the last token of each chunk is in `run.ends`."""
+    """Leaves the state of each chunk's last token in `run.ends`."""
 
-    def __init__(self, parts: Parts, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    def __init__(self, parts: Parts, graphs: Graphs, sizes: tuple[int, ...], chunks: tuple[int, ...]) -> None:
         """`sizes`: tokens of a graph, smallest first. `chunks`: sequences of a graph, most first."""
-        self.sizes, self._chunks = sizes, chunks
+        self.sizes, self._chunks, self._graphs = sizes, chunks, graphs
         device = parts.model.placement.device
         self.run = ForwardPass(parts, sizes, chunks[0])
         pages = -(-parts.max_context // PAGE_SIZE)
         self._mailbox = Mailbox(PassLayout(sizes[-1], chunks[0]).pages + chunks[0] * pages, device)
         self._splits = ops.splits_of(self.run.layout, (*sizes, *chunks), device, chunks[0], self.run.gpu)
-        self._graphs: dict[PassLayout, torch.cuda.CUDAGraph] = {}
         self.costs: Mapping[int, float] = {size: size for size in sizes}  # by size; seconds, once they are measured
 
     @property
     def arrived(self) -> torch.Tensor:
-        """What the device was sent of the last pass, as `PassLayout` has it."""
+        """Holds the last pass's message, laid out by `PassLayout`."""
         return self._mailbox.arrived
 
-    def warmup(self, recorder: Recorder, progress: Progress) -> None:
-        """Compiles and captures every size, and measures what it costs."""
+    def warmup(self, progress: Progress) -> None:
         layouts = [PassLayout(size, chunks) for size in reversed(self.sizes) for chunks in self._chunks]
         rehearsed: set[int] = set()  # numbers of tokens that products have
         for done, layout in enumerate(layouts):
             progress("prefill", done, len(layouts))
             self._send_nothing(layout)
             tokens = {layout.size, layout.chunks}
-            self._graphs[layout] = recorder.record(partial(self._forward, layout), rehearse=not tokens <= rehearsed)
+            self._graphs.capture(layout, partial(self._forward, layout), rehearse=not tokens <= rehearsed)
             rehearsed |= tokens
         self.costs = self._measured()
         progress("prefill", len(layouts), len(layouts))
 
     def _send_nothing(self, layout: PassLayout) -> None:
-        """No pages are known yet, so a pass of no tokens must do: it writes none."""
+        """Sends a pass of no tokens, which writes to no page."""
         empty = np.zeros(layout.pages, dtype=np.int32)
         empty[layout.positions : layout.owners] = -1
         self._mailbox.send(empty)
@@ -81,34 +81,20 @@ class CapturedPasses:
         return dict(zip(self.sizes, map(min, *rounds), strict=True))
 
     def _seconds(self, layout: PassLayout) -> float:
-        """Times a pass without its attention, which takes as long however tokens are shared out."""
-        event: type[torch.cuda.Event] = torch.cuda.Event
+        """Leaves out attention, which takes as long however tokens are shared out."""
         self._send_nothing(layout)
-        begin, end = event(enable_timing=True), event(enable_timing=True)
-        begin.record()
-        self._graphs[layout].replay()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
+        return device_seconds(partial(self._graphs.run, layout, partial(self._forward, layout)))
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         for size in self.sizes:
             for chunks in self._chunks:
                 self._forward(PassLayout(size, chunks))
 
     def replay(self, one: Pass, options: StepOptions = ALL_OPTIONS) -> None:
-        """Enqueues a pass of chunks."""
         size = next(size for size in self.sizes if one.tokens <= size)
         layout = PassLayout(size, min(chunks for chunks in self._chunks if len(one.chunks) <= chunks))
         self._mailbox.send(layout.words(one))
-        if options.graphs:
-            self._graphs[layout].replay()
-        else:
-            self._forward(layout)
-
-    def close(self) -> None:
-        self._graphs.clear()
+        self._graphs.run(layout, partial(self._forward, layout), captured=options.graphs)
 
     def _forward(self, layout: PassLayout) -> None:
         arrived, run = self._mailbox.arrived, self.run
@@ -123,75 +109,47 @@ class CapturedPasses:
         run.enqueue(fed, attention, Ends(table, alone))
 
 
-@dataclass(frozen=True, slots=True)
-class PassAttention:
-    """A `many_tokens.TokenAttention` of chunks."""
-
-    run: ForwardPass
-    places: ops.TokenPlaces
-    chunks: ops.Chunks
-    splits: ops.Splits
-
-    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
-        """Queries, keys and values of every token."""
-        run = self.run
-        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
-
-    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
-        """Each chunk over its sequence's pages."""
-        run = self.run
-        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
-
-
 class GraphPrefill:
-    """Feeds chunks of several tokens, and draws the token that follows where a row samples. An `Executor`."""
+    """An `Executor` that feeds prompts and draws the tokens behind them."""
 
     lookahead_tokens = 0
     max_tokens_per_row = 1
 
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
-        """`sizes`: those that no step fills are left out."""
+        """Leaves out `sizes` that no step fills."""
         self._parts = parts
-        self._passes = CapturedPasses(parts, filled(sizes, parts.max_batch_tokens), (MOST_CHUNKS, 1))
-        self._recorder = Recorder(parts.model.placement.device)
-        self._why_one_pass: str | None = None
-        self._one = self._first_tokens()
-        vocabulary, device = parts.model.config.vocab_size, parts.model.placement.device
-        self._many = ManyFirstTokens(self._passes.run, vocabulary, device, parts.idle_work)
-
-    def _first_tokens(self) -> FirstTokens | None:
-        """None where the kernels of decode steps do not read this model."""
-        parts = self._parts
-        self._why_one_pass = step_weights.why_not(parts)
-        if self._why_one_pass is not None:
-            return None
-        read, self._why_one_pass = step_weights.shared(parts)
-        fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
-        return FirstTokens(self._passes.run.library, read, fed, parts.max_sequences, parts.idle_work)
+        self._graphs = Graphs(parts.model.placement.device)
+        sizes = filled(sizes, parts.max_batch_tokens)
+        self._passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
+        self._one: FirstTokens | None = None  # where the kernels of decode steps read this model
+        why_one_pass = few_rows_weights.why_not(parts)
+        if why_one_pass is None:
+            read, why_one_pass = parts.step_weights
+            fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
+            self._one = FirstTokens(parts.kernels, read, fed, parts.max_sequences, parts.idle_work)
+        vocabulary = parts.model.config.vocab_size
+        self._many = ManyFirstTokens(self._passes.run, vocabulary, self._graphs, parts.idle_work)
+        self.capacity = Capacity(prompts=True)
+        self.switches = kernel_switches(why_one_pass)
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures every size. Raises Unfit where that cannot be."""
+        """Raises Unfit where a size cannot be captured."""
         try:
-            with torch.inference_mode():
-                self._capture(progress)
-        except (BuildError, torch.OutOfMemoryError) as failure:
+            with making():
+                self._passes.warmup(progress)
+                if self._one is not None:
+                    self._one.warmup()
+                self._many.warmup()
+                torch.cuda.synchronize()
+        except Unfit:
             self.close()
-            raise Unfit(_one_line(failure)) from failure
-
-    def _capture(self, progress: Progress) -> None:
-        self._passes.warmup(self._recorder, progress)
-        if self._one is not None:
-            self._one.warmup(self._recorder)
-        self._many.warmup(self._recorder)
-        torch.cuda.synchronize()
+            raise
 
     def ask(self) -> None:
-        """Asks for every kernel that there will be."""
         self._passes.ask()
         self._many.ask()
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Feeds all rows side by side. Returns the tokens of those that sample."""
         drawn: list[tuple[Row, int]] = []
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
@@ -216,12 +174,11 @@ class GraphPrefill:
         return self._sampled(kept) | self._read(drawn, together)
 
     def _draws(self, chunk: PromptChunk) -> bool:
-        """Returns whether the kernels of few rows choose the token behind the chunk."""
+        """Returns whether kernels of few rows choose the token behind the chunk."""
         return self._one is not None and can_draw(chunk.sequence)
 
     def _drawn(self, ended: Rows[tuple[int, PromptChunk]], last: int, options: StepOptions) -> list[tuple[Row, int]]:
-        """Draws the tokens behind these chunks of a pass, whose last chunk is number `last`. Returns each draw's
-        number."""
+        """`ended`: chunks by their numbers in the pass, whose last is `last`. Returns the number of each draw."""
         found: list[tuple[Row, int]] = []
         constraints, known = self._parts.constraints, last  # what `draw` reads, unless told otherwise
         for at, chunk in ended:
@@ -235,7 +192,6 @@ class GraphPrefill:
         return found
 
     def _sampled(self, kept: Rows[tuple[Row, torch.Tensor]]) -> dict[int, RowResult]:
-        """Lets the sampler choose."""
         if not kept:
             return {}
         of = self._parts.sequences.of
@@ -244,7 +200,6 @@ class GraphPrefill:
         return {row.key: result for (row, _), result in zip(kept, found, strict=True)}
 
     def _read(self, drawn: Rows[tuple[Row, int]], together: Rows[tuple[list[Row], int]]) -> dict[int, RowResult]:
-        """What the kernels drew. Waits for it."""
         results: dict[int, RowResult] = {}
         if drawn and self._one is not None:
             found = {row.key: self._one.read(number) for row, number in drawn}
@@ -254,44 +209,82 @@ class GraphPrefill:
             results |= {row.key: result for row, result in zip(rows, read, strict=True)}
         return results
 
-    @property
-    def capacity(self) -> Capacity:
-        """Returns that it takes prompts."""
-        return Capacity(prompts=True)
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it obeys, as `GraphDecode` does."""
-        return {"graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
-
     def close(self) -> None:
-        self._passes.close()
-        self._many.close()
+        self._graphs.clear()
         if self._one is not None:
             self._one.close()
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceDraft:
+    """A draft model whose pages have the numbers of the target's."""
+
+    weights: StepWeights
+    compute: Callable[[SequenceState, int], None]  # keys and values of so many tokens of a sequence
+    computed: Callable[[SequenceState, int], None]  # verifying launches have computed so many
+
+
+class DraftPrefill:
+    """Feeds sequences to a draft model, and keeps how far each has come."""
+
+    def __init__(self, draft: Parts) -> None:
+        """`draft`: the draft model as if it were served, with the target's sequences."""
+        self._parts = draft
+        self._graphs = Graphs(draft.model.placement.device)
+        self._passes = CapturedPasses(draft, self._graphs, DRAFT_SIZES, (1,))
+        self.progress = DraftProgress()
+        self._seconds = dict.fromkeys(DRAFT_SIZES, 0.0)  # of a pass
+
+    def ask(self) -> None:
+        self._passes.ask()
+
+    def warmup(self, progress: Progress) -> None:
+        """Overwrites the first pages."""
+        self._passes.warmup(progress)
+        for size in DRAFT_SIZES:
+            count = min(size, self._parts.pool.pages * PAGE_SIZE, self._parts.max_context - 1)
+            self._seconds[size] = min(self._timed(count) for _ in range(_TIMINGS))
+
+    def _timed(self, count: int) -> float:
+        stand_in = begin_sequence(Admitted(0, 0, (0,) * count, count, GREEDY, Stopping(max_tokens=1)))
+        stand_in.set_pages(0, tuple(range(-(-count // PAGE_SIZE))))
+        row = Row(0, 0, 0, count, False)
+        began = time.perf_counter()
+        self._passes.replay(Pass([PromptChunk(row, stand_in, 0, np.zeros(count, dtype=np.int32), 0)], count))
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def seconds(self, sequence: SequenceState) -> float:
+        missing = len(sequence.token_ids) - self.progress.tokens(sequence)
+        return cheapest(self._seconds, missing)[0] if missing > 0 else 0.0
+
+    def compute(self, sequence: SequenceState, until: int) -> None:
+        """A failure discards all that was computed of the sequence."""
+        begin = self.progress.tokens(sequence)
+        if until <= begin:
+            return
+        row = Row(sequence.key, sequence.slot, begin, until - begin, False)
+        self.progress.forget(sequence)
+        for one in passes((row,), self._parts.sequences, self._seconds, self._parts.model.config.vocab_size):
+            self._passes.replay(one)
+        self.progress.computed(sequence, until)
+
+    def close(self) -> None:
+        self._graphs.clear()
+
+
 def make(parts: Parts) -> GraphPrefill:
-    """The stage. Raises Unfit with the reason where there can be none."""
     reason = why_not(parts)
     if reason is not None:
         raise Unfit(reason)
-    try:
-        with torch.inference_mode():
-            return GraphPrefill(parts)
-    except (BuildError, ImportError, ValueError, torch.OutOfMemoryError) as failure:
-        raise Unfit(_one_line(failure)) from failure
+    with making():
+        return GraphPrefill(parts)
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     GraphPrefill(parts).ask()
 
 
 def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """Returns the sizes that `tokens` tokens fill, or the least of those that hold them."""
+    """Returns the sizes up to the least that holds `tokens` tokens."""
     return tuple(size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < tokens)
-
-
-def _one_line(failure: BaseException) -> str:
-    return " ".join(str(failure).split())[:300]

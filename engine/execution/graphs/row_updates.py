@@ -1,9 +1,5 @@
-"""Updates of many rows' states: rows that come, go and move, in the kernels' words. Rows that choose by more than
-temperature have tables of biases and marks where they ask for them; the others have memory for none.
-
-Torch's allocator gives memory back in the order of the stream, so that steps in flight for a row that has left never
-count in another row's marks.
-"""
+"""Encodes and sends updates of many rows' states. Torch's allocator frees tables in the order of the stream, so that
+steps in flight for a row that has left never count in another row's marks."""
 
 from __future__ import annotations
 
@@ -14,10 +10,10 @@ import torch
 
 from engine.execution import device_sampling as sampled
 from engine.execution.batch_pipeline import BatchRow, Changes
-from engine.execution.driver import Mailbox
 from engine.kernels import batch_sampling
 from engine.kernels import rows as states
 from engine.kernels.batch_sampling import Tables
+from engine.kernels.capture import Mailbox
 from engine.kernels.prefill import ProductParts
 from engine.model.layers.many_tokens import ForwardPass
 from engine.sampling.noise import seed_key
@@ -34,8 +30,6 @@ class EncodedUpdates:
 
 
 class RowUpdateEncoder:
-    """Encodes changes. Remembers by row state which rows ask for the sampling stages."""
-
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._device = device
@@ -46,11 +40,9 @@ class RowUpdateEncoder:
         return any(index < rows for index in self._asking)
 
     def rehearsal(self) -> Tables:
-        """Returns tables of no row, to fill once before the first row comes."""
         return Tables(bias=self._table(torch.float32), marks=self._table(torch.int32), given=(0,))
 
     def encode(self, changes: Changes) -> EncodedUpdates:
-        """Returns the changes in words."""
         for index in changes.left:
             self._asking.pop(index, None)
         rows = [[states.LEAVE, index] for index in changes.left]
@@ -68,7 +60,6 @@ class RowUpdateEncoder:
         return EncodedUpdates(tables, rows, [[states.MOVE, to, source] for to, source in changes.moved])
 
     def _enter(self, index: int, sequence: SequenceState) -> tuple[bytes | None, Tables | None]:
-        """Returns a row's parameters as the kernel reads them, and its tables; None where it has none."""
         self._asking.pop(index, None)
         row = sampled.sampled_row(sequence) if sampled.beyond_temperature(sequence) else None
         if row is None:
@@ -111,8 +102,7 @@ def _entering(own: BatchRow, packed: bytes | None) -> states.Entering:
 
 
 class RowUpdates:
-    """The states of up to `rows` rows of at most `pages` pages each, and what updates them. Calls go to torch's current
-    stream."""
+    """Holds the states of `rows` rows of `pages` pages each. Calls go to torch's current stream."""
 
     def __init__(self, run: ForwardPass, vocabulary: int, rows: int, pages: int, device: torch.device) -> None:
         self._run = run
@@ -123,20 +113,18 @@ class RowUpdates:
         self._encoder = RowUpdateEncoder(vocabulary, device)
 
     def rehearse(self) -> None:
-        """Does each thing once, since first times take milliseconds. Rows are idle."""
+        """Runs each kernel once, while rows are idle."""
         self._send([[states.LEAVE, 0]])
         self._fill([self._encoder.rehearsal()])
 
     def ask(self) -> None:
-        """Asks for the kernel that rows with tables of their own need."""
         batch_sampling.fill(self._run.library, self._vocabulary, self.states.token, 1)
 
     def sampled(self, rows: int) -> bool:
-        """Returns whether one of the first `rows` row states asks for the sampling stages."""
         return self._encoder.sampled(rows)
 
     def send(self, changes: Changes) -> None:
-        """Enqueues changes, which hold from the next step on."""
+        """Changes hold from the next step on."""
         encoded = self._encoder.encode(changes)
         if encoded.tables:
             self._fill(encoded.tables)
@@ -144,11 +132,10 @@ class RowUpdates:
         self._send(encoded.moves)
 
     def forget(self, rows: int) -> None:
-        """Frees the tables of the first `rows` rows, which have ended by themselves, behind what is enqueued."""
+        """Frees the tables of rows that have ended by themselves."""
         self._encoder.encode(Changes(left=tuple(range(rows))))
 
     def choose(self, logits: ProductParts, own: states.RowStates, *, sampled: bool) -> None:
-        """Enqueues the choice of a token for each of these rows, by the sampling stages for those that ask for them."""
         run = self._run
         run.go(states.pick(run.library, logits, own))
         if sampled:

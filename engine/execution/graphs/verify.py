@@ -1,36 +1,36 @@
-"""Verifying launches as captured graphs: the decode step's kernels over newest tokens and their drafts, the acceptance,
-and the next drafts, all on the device.
-
-A draft that is looked up is laid out at the end of a launch, for whichever comes next. A draft model guesses at the
-beginning, as many tokens as the launch verifies.
-"""
+"""Verifies drafts by captured graphs: decode kernels over newest tokens and drafts, acceptance and the next drafts, all
+on the device. Prompt lookup drafts at the end of a launch for the next, a draft model at the beginning for this one."""
 
 from __future__ import annotations
 
 import gc
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
-from engine.execution.driver import Mailbox, Recorder, RingPoller
-from engine.execution.graphs.decode import REACHES, Steps, distinct
-from engine.execution.graphs.drafting import DeviceDraft, DraftSteps
-from engine.execution.graphs.row_state import VerifyLayout, entry_of, words
+from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
+from engine.execution.graphs.decode import Choice
+from engine.execution.graphs.prefill import DeviceDraft
+from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
+from engine.execution.ring import RingPoller, entry_of, words
 from engine.execution.speculation.verifying import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
-from engine.kernels.launch import Launch, launcher_of
+from engine.kernels.capture import Mailbox
+from engine.kernels.launch import Launch
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
+from engine.model.layers.draft_steps import DraftSteps
 from engine.model.layers.few_rows import (
     ChainPlan,
     StepBuffers,
@@ -50,17 +50,8 @@ _TYPICAL = 256, 768  # tokens of sequences whose launches are timed: of two reac
 _RING = 2 * MOST_VERIFY_AHEAD * GROUPS[-1]  # entries of a row: half of them under way, half of a row that has left
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSteps:
-    """The steps of a group, for each way to choose; shortest reach first."""
-
-    plain: tuple[Steps, ...]
-    two_pass: tuple[Steps, ...]  # none without a coarse copy of the head
-    sampled: tuple[Steps, ...]  # for a sequence that needs the sampling stages
-
-
 class VerifyGraphs:
-    """Verifying launches for a fixed number of sequences, of every group. Calls go to torch's current stream."""
+    """Makes launches for a fixed number of sequences, on torch's current stream."""
 
     def __init__(
         self,
@@ -74,17 +65,16 @@ class VerifyGraphs:
         groups: Sequence[int] = GROUPS,
         beside: VerifyGraphs | None = None,
     ) -> None:
-        """Several sequences have one group, since their rows stand side by side as they are laid out. `beside`: graphs
-        whose sampling state may be used in turns."""
+        """Several sequences have one group: their rows are laid out side by side. `beside` takes turns with these
+        graphs, on one sampling state."""
         self._library, self._weights = library, weights
         self._max_context = max_context
         self._groups = groups
-        self._layout = layout = VerifyLayout(sequences, groups[-1], max_context)
+        self._layout = layout = RowLayout(sequences, groups[-1], max_context)
         # `future`: what a draft for measurements knows instead of what was guessed. `draft` None: prompt lookup.
         self._future, self._draft = future, draft
         device = weights.table.device
-        self._launcher = launcher_of(device)
-        self._recorder = Recorder(device)
+        self._chains = Chains(device)
         self._mailbox = Mailbox(layout.size, device)
         self._state = layout.state(self._mailbox.arrived)
         self._state.newest.fill_(-1)
@@ -100,18 +90,17 @@ class VerifyGraphs:
             beside._sampling if beside else sampling.allocate(layout.rows, weights.head.rows, device)
         )
         self._draws = False  # whether the sampling stages are needed
-        self._groups_made: dict[int, GroupSteps] = {}  # by group
+        self._two_pass = weights.coarse is not None
+        self._groups_made: dict[int, dict[Choice, tuple[Chain, ...]]] = {}  # by group; shortest chains first
         self._poller = RingPoller()
 
     def _row_memory(self) -> StepBuffers:
-        """Makes the memory of the rows of a step; what the host writes of them lies in the mailbox."""
         room, verifying = allocate(self._weights, self._layout.rows, 1, 1), self._state.draws[0]
         choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
         places = RowPages(room.places.position, self._layout.pages(self._mailbox.arrived))
         return replace(room, choice=choice, places=places)
 
     def _sequence_memory(self) -> Verified:
-        """Makes the memory of the sequences; what the host writes of them lies in the mailbox."""
         layout, state = self._layout, self._state
         return replace(
             speculation.allocate(layout.sequences, layout.laid, 1, _RING, self._weights.table.device),
@@ -125,9 +114,9 @@ class VerifyGraphs:
         )
 
     def build(self, groups: Sequence[int] | None = None) -> None:
-        """Makes the steps of these groups, or of all. Raises BuildError."""
+        """Builds these groups, or all. Raises BuildError."""
         for group in groups or self._groups:
-            self._groups_made[group] = self._chains(group)
+            self._groups_made[group] = self._made(group)
         self._start = self._propose().alone()
 
     def _propose(self) -> Launch:
@@ -138,7 +127,6 @@ class VerifyGraphs:
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
     def _guess(self, plan: ChainPlan, count: int) -> list[Launch]:
-        """Returns the launches that lay out a draft of `count` tokens in front of the step that verifies them."""
         if self._guessing is None:
             return []
         laid = self._propose()
@@ -151,45 +139,44 @@ class VerifyGraphs:
         gpu = self._library.gpu
         return ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest)
 
-    def _chains(self, group: int) -> GroupSteps:
-        library = self._library
+    def _made(self, group: int) -> dict[Choice, tuple[Chain, ...]]:
+        library, weights = self._library, self._weights
         rows = self._layout.sequences * group
         buffers = self._room.first(rows)
         accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
         ending = (accept,) if self._guessing else (accept, self._propose())
-        lengths = [reach for reach in REACHES if reach < self._max_context] + [self._max_context]
-
+        lengths = reaches(self._max_context)
         plans = [self._plan(group, longest) for longest in lengths]
-        layers = [prepare_layers(library, self._weights, buffers, each) for each in plans]
-
-        def reaches(how: Sampling | None, *, two_pass: bool = False) -> tuple[Steps, ...]:
-            found = []
-            for longest, each, common in zip(lengths, plans, layers, strict=True):
-                each = replace(each, two_pass=two_pass)
-                chain = prepare_step(library, self._weights, buffers, each, how, ending, common)
-                found.append(Steps(longest, (*self._guess(each, group - 1), *chain), {}))
-            return distinct(found)
-
-        return GroupSteps(
-            plain=reaches(None),
-            two_pass=() if self._weights.coarse is None else reaches(None, two_pass=True),
-            sampled=reaches(self._sampling.first(rows)),
-        )
+        layers = [prepare_layers(library, weights, buffers, plan) for plan in plans]
+        choices: list[tuple[Sampling | None, bool]] = [(None, False), (self._sampling.first(rows), False)]
+        choices += [(None, True)] if self._two_pass else []
+        made = {}
+        for draws, two_pass in choices:
+            chains = []
+            for longest, plan, common in zip(lengths, plans, layers, strict=True):
+                plan = replace(plan, two_pass=two_pass)
+                chain = prepare_step(library, weights, buffers, plan, draws, ending, common)
+                chains.append(Chain(longest, (*self._guess(plan, group - 1), *chain)))
+            made[draws is not None, two_pass] = distinct(chains)
+        return made
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles and captures, and does each thing once: first times take milliseconds. A start does not wait for
-        steps of several sequences that choose by more than temperature: these are captured when first wanted."""
+        """Leaves sampling stages of several sequences to first use: a start does not wait for them."""
         gc.collect()  # a graph that is dropped during a capture would spoil it
         progress("kernels", 0, 1)
         self.build()
         progress("kernels", 1, 1)
-        made, alone = self._groups_made.values(), self._layout.sequences == 1
+        alone = self._layout.sequences == 1
         wanted = [
-            steps for each in made for steps in (*(each.two_pass or each.plain), *(each.sampled if alone else ()))
+            chain
+            for made in self._groups_made.values()
+            for (draws, two_pass), chains in made.items()
+            if (alone if draws else two_pass == self._two_pass)
+            for chain in chains
         ]
-        for done, steps in enumerate(wanted):
+        for done, chain in enumerate(wanted):
             progress("graphs", done, len(wanted))
-            self._graph(steps).replay()
+            self._chains.capture(chain).replay()
         idle = self._mailbox.arrived[: self._layout.block].cpu().numpy()
         for _ in range(2):  # both of its slots
             self._mailbox.send(idle)
@@ -201,31 +188,31 @@ class VerifyGraphs:
         progress("graphs", len(wanted), len(wanted))
 
     def seconds(self, group: int, drafts: int) -> float:
-        """Returns the mean seconds of a step of this group for sequences of some lengths and drafts so long. Overwrites
-        the first page."""
-        return sum(self._seconds(group, drafts, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
-
-    def _seconds(self, group: int, drafts: int, at: int) -> float:
-        return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), at, drafts)
+        """Returns the mean seconds of a launch of sequences of typical lengths. Overwrites the first page."""
+        return self._timed(lambda longest: self.launch(StepLaunch(longest, group=group)), drafts)
 
     def guessing_seconds(self, group: int) -> float:
-        """What a draft model takes of that, for drafts as long as the group allows."""
-        return sum(self._guessing_seconds(group, min(at, self._max_context // 2)) for at in _TYPICAL) / len(_TYPICAL)
+        """Returns what a draft model takes of `seconds` for the group's longest drafts."""
+        graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def _guessing_seconds(self, group: int, at: int) -> float:
-        longest = next(steps.longest for steps in self._groups_made[group].plain if steps.longest >= self._reach(at))
-        guess = self._guess(self._plan(group, longest), group - 1)
-        if not guess:
-            return 0.0
-        graph = self._recorder.record(lambda: self._launcher.enqueue(guess * _GUESSES))
-        return self._timed(lambda _: graph.replay(), at, group - 1) / _GUESSES
+        def guess(longest: int) -> None:
+            if longest not in graphs:
+                plan = self._plan(group, fitting(self._groups_made[group][False, False], longest).longest)
+                launches = self._guess(plan, group - 1) * _GUESSES
+                graphs[longest] = self._chains.graphs.record(partial(self._chains.launcher.enqueue, launches))
+            graphs[longest].replay()
 
-    def _timed(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
-        """Returns the seconds of a launch for sequences of no caller whose newest tokens stand `at`. `launch` is given
-        the most tokens that each may come to hold."""
+        return self._timed(guess, group - 1) / _GUESSES if self._guessing else 0.0
+
+    def _timed(self, launch: Callable[[int], None], drafts: int) -> float:
+        places = [min(at, self._max_context // 2) for at in _TYPICAL]
+        return statistics.fmean(self._timed_at(launch, at, drafts) for at in places)
+
+    def _timed_at(self, launch: Callable[[int], None], at: int, drafts: int) -> float:
+        """Returns the seconds of a launch with newest tokens at `at`. `launch` gets the most tokens of a sequence."""
         event: type[torch.cuda.Event] = torch.cuda.Event
         longest = self._pretend(at, drafts)
-        stand = self._recorder.record(lambda: self._stand(at))  # a graph behind other launches begins later
+        stand = self._chains.graphs.record(lambda: self._stand(at))  # a graph behind other launches begins later
         for _ in range(_BEFORE):  # idle rows: while they run, the host gets ahead
             launch(longest)
         found = []
@@ -241,7 +228,7 @@ class VerifyGraphs:
         return statistics.median(float(begin.elapsed_time(end)) / 1e3 for begin, end in found)
 
     def _pretend(self, at: int, most_drafts: int) -> int:
-        """Writes sequences of no caller. Returns the most tokens that each may come to hold in a launch."""
+        """Writes stand-in sequences. Returns the most tokens of each."""
         state = self._state
         self._mailbox.arrived.zero_()
         for part in (state.newest, state.stops):
@@ -253,28 +240,20 @@ class VerifyGraphs:
         return self._reach(at)
 
     def _stand(self, at: int) -> None:
-        """Places them, with all tokens alike: so there is something to look up, and every row of a step is fed."""
+        """Makes all tokens alike, so that lookup finds a draft and every row is fed."""
         self._state.newest.fill_(at)
         self._verified.history[:, at : self._reach(at)].zero_()
         self._enqueue_start()
 
     def _reach(self, at: int) -> int:
-        """Tokens that a sequence which stands `at` may come to hold while it is timed."""
         return min(at + 1 + self._layout.laid, self._max_context)
-
-    def _graph(self, steps: Steps) -> torch.cuda.CUDAGraph:
-        found = steps.graphs.get(1)
-        if found is None:
-            found = steps.graphs[1] = self._recorder.record(lambda: self._launcher.enqueue(steps.chain))
-        return found
 
     def _enqueue_start(self) -> None:
         if self._start is None:
             raise EngineFailed("no step was built")
-        self._launcher.enqueue([self._start])
+        self._chains.launcher.enqueue([self._start])
 
     def update(self, update: Rewrite | MorePages) -> None:
-        """Writes these rows and no others, or tells a row of more pages."""
         if isinstance(update, MorePages):
             self._add_pages(update)
             return
@@ -295,8 +274,7 @@ class VerifyGraphs:
         self._enqueue_start()
 
     def computed(self, sequence: SequenceState, stands: int) -> None:
-        """Notes that a sequence goes on elsewhere with its newest token at `stands`: the draft model has computed what
-        is before it."""
+        """Notes how far the draft model has come with a sequence that leaves with its newest token at `stands`."""
         if self._draft is not None:
             self._draft.computed(sequence, prefix_length(stands))
 
@@ -314,15 +292,11 @@ class VerifyGraphs:
             table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def launch(self, launch: StepLaunch) -> None:
-        """Enqueues a step of `launch.group` rows a sequence."""
         self._poller.launched()
-        made, options = self._groups_made[launch.group], launch.options
-        plain = made.two_pass if options.two_pass_head and made.two_pass else made.plain
-        steps = next(steps for steps in (made.sampled if self._draws else plain) if steps.longest >= launch.longest)
-        if options.graphs:
-            self._graph(steps).replay()
-        else:
-            self._launcher.enqueue(steps.chain)
+        options = launch.options
+        two_pass = options.two_pass_head and self._two_pass and not self._draws
+        chain = fitting(self._groups_made[launch.group][self._draws, two_pass], launch.longest)
+        self._chains.run(chain, captured=options.graphs)
 
     def poll(self, index: int, number: int) -> int | None:
         return entry_of(self._ring, index, number, _RING)
@@ -331,6 +305,5 @@ class VerifyGraphs:
         self._poller.wait()
 
     def close(self) -> None:
-        """Gives the graphs back."""
         torch.cuda.synchronize()
-        self._groups_made.clear()
+        self._chains.graphs.clear()

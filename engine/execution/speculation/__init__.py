@@ -1,1 +1,1 @@
-"""Speculative decoding: what may follow is guessed, and several guesses are verified in one step."""
+"""Drafts what may follow a sequence, and verifies several guesses in one step."""

@@ -1,5 +1,5 @@
-"""How many tokens are drafted for whom: as many as make the step's tokens a second most, by what was accepted so far
-and what a wider step costs. Nothing here can change an answer."""
+"""Decides how many tokens are drafted for whom: those that make the step's tokens a second most, by what was accepted
+so far and what a wider step costs. Nothing here can change an answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.proposer import Proposer
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 PRIOR = (1.5, 2.0)  # accepted of tried, before anything was: a new sequence is worth a try
 _MEMORY = 0.9  # of what a draft showed, after the next
@@ -21,8 +21,6 @@ _TURN = 64  # tokens after which another proposer is tried on a sequence
 
 
 class Candidate(NamedTuple):
-    """A sequence for which a proposer has something to say."""
-
     sequence: SequenceState
     proposer: Proposer
     most: int  # tokens of a draft, at least 1
@@ -30,27 +28,24 @@ class Candidate(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """How often drafted tokens were right, the latest most."""
+    """Counts how often drafted tokens were right, the latest most."""
 
     accepted: float = PRIOR[0]
     tried: float = PRIOR[1]
 
     @property
     def rate(self) -> float:
-        """Probability that a drafted token is accepted if all before it were."""
+        """Returns the probability that a drafted token is accepted if all before it were."""
         return self.accepted / self.tried
 
     def add(self, proposed: int, accepted: int, memory: float) -> None:
-        """Adds what came of a draft. `memory`: the weight of what was observed before."""
+        """`memory`: the weight of what was observed before."""
         self.tried = self.tried * memory + accepted + (accepted < proposed)
         self.accepted = self.accepted * memory + accepted
 
 
 @dataclass(slots=True)
 class DraftRecord:
-    """How a proposer does on one sequence."""
-
-    sequence: SequenceState
     tally: Tally
     rest: int = 0  # tokens that it rests for, once it does not pay
     resumes_at: int = 0  # length of the sequence at which it is tried again
@@ -59,17 +54,15 @@ class DraftRecord:
 
 
 class Control:
-    """Decides before each step, and observes what came of it."""
-
     def __init__(self, costs: Costs, *, learns: bool = False) -> None:
-        """`learns`: where those before did worse than `PRIOR`, no more is expected of a new sequence."""
+        """`learns`: no more is expected of a new sequence than earlier ones gave."""
         self._costs = costs
         self._learns = learns
-        self._records: dict[tuple[str, int], DraftRecord] = {}  # by proposer and slot
+        self._records: dict[str, PerSequence[DraftRecord]] = {}  # by proposer
         self._usual: dict[str, Tally] = {}  # of all sequences, by proposer
 
     def depths(self, candidates: Items[Candidate], rows: int, tokens: int) -> list[int]:
-        """Tokens to draft for each candidate, in a step that feeds `tokens` in `rows` rows without any."""
+        """The step feeds `tokens` in `rows` rows without drafts."""
         records = [self._record(one) for one in candidates]
         depths = self._best(candidates, records, rows, tokens)
         for at, (one, record) in enumerate(zip(candidates, records, strict=True)):
@@ -81,7 +74,6 @@ class Control:
         return depths
 
     def observe(self, one: Candidate, proposed: int, accepted: int) -> None:
-        """What came of a draft."""
         record = self._record(one)
         record.tally.add(proposed, accepted, _MEMORY)
         if self._learns:
@@ -91,8 +83,7 @@ class Control:
             record.resumes_at = len(one.sequence.token_ids) + record.rest
 
     def choose(self, found: Items[Candidate], rows: int, tokens: int) -> Candidate:
-        """Returns the first of the proposers for one sequence that would make most tokens a second of a step as for
-        `depths`. One that was not chosen for long has its turn: what a text repeats changes as it goes on."""
+        """Chooses the best proposer for one sequence, or one not chosen for long, since what a text repeats changes."""
         length = len(found[0].sequence.token_ids)
         chosen = found[0]
         if len(found) > 1:
@@ -105,32 +96,39 @@ class Control:
         return chosen
 
     def _tokens_a_second(self, one: Candidate, rows: int, tokens: int) -> float:
-        """Returns the tokens a second of a step in which it alone is drafted for, as long as is best."""
-        rate, best = self._record(one).tally.rate, rows / self._costs.seconds(tokens)
-        gain, expected = rate, float(rows)
+        """Assumes that this sequence alone has a draft, of the best length."""
+        return max(rows / self._costs.seconds(tokens), *self._rates(one, self._record(one).tally.rate, rows, tokens))
+
+    def _rates(self, one: Candidate, rate: float, rows: int, tokens: int) -> list[float]:
+        """Returns the tokens a second of a step with a draft of this sequence alone, for drafts of 1, 2, … tokens."""
+        found, expected, gain = [], float(rows), rate
         for depth in range(1, 1 + one.most):
             expected += gain
             gain *= rate
-            best = max(best, expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth)))
-        return best
+            found.append(expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth)))
+        return found
 
     def rate(self, one: Candidate) -> float:
-        """How likely the proposer's next token is thought to be accepted."""
         return self._record(one).tally.rate
 
     def _record(self, one: Candidate) -> DraftRecord:
-        at = one.proposer.name, one.sequence.slot
-        record = self._records.get(at)
-        if record is None or record.sequence is not one.sequence:
-            tally, usual = Tally(), self._usual.get(one.proposer.name, Tally())
-            tally.accepted = tally.tried * min(tally.rate, usual.rate)
-            record = self._records[at] = DraftRecord(one.sequence, tally)
-        return record
+        name = one.proposer.name
+        records = self._records.get(name)
+        if records is None:
+            records = self._records[name] = PerSequence(lambda sequence: self._new_record(name))
+        return records.of(one.sequence)
+
+    def _new_record(self, proposer: str) -> DraftRecord:
+        tally, usual = Tally(), self._usual.get(proposer, Tally())
+        tally.accepted = tally.tried * min(tally.rate, usual.rate)
+        return DraftRecord(tally)
 
     def _best(self, candidates: Items[Candidate], records: Items[DraftRecord], rows: int, tokens: int) -> list[int]:
-        """Drafts grow by whichever token is likeliest to count, as long as anything is; the best of all these steps."""
+        """Lengthens drafts by the likeliest token each time. Returns the best depths on the way."""
         if rows == len(candidates) == 1:
-            return [self._best_alone(candidates[0], records[0].tally.rate, tokens)]
+            rates = self._rates(candidates[0], records[0].tally.rate, rows, tokens)
+            best = max(rates)
+            return [1 + rates.index(best) if best > _MARGIN / self._costs.seconds(tokens) else 0]
         depths = [0] * len(candidates)
         gains = [record.tally.rate for record in records]  # of the next token of each
         plain = self._costs.seconds(tokens)
@@ -151,20 +149,7 @@ class Control:
             if expected / seconds > best and (drafted == rows or seconds <= plain * _OTHERS):
                 best, found = expected / seconds, list(depths)
 
-    def _best_alone(self, one: Candidate, rate: float, tokens: int) -> int:
-        """Returns the best depth for a sequence that is alone in the step: this is asked often, while launches of 0.1
-        ms are in flight."""
-        best, found, expected, gain = _MARGIN / self._costs.seconds(tokens), 0, 1.0, rate
-        for depth in range(1, 1 + one.most):
-            expected += gain
-            gain *= rate
-            rated = expected / (self._costs.seconds(tokens + depth) + one.proposer.seconds(1, depth))
-            if rated > best:
-                best, found = rated, depth
-        return found
-
     def _seconds(self, candidates: Items[Candidate], depths: Items[int], tokens: int) -> float:
-        """Returns the seconds of a step with these drafts."""
         seconds = self._costs.seconds(tokens + sum(depths))
         for proposer in {id(one.proposer): one.proposer for one in candidates}.values():
             asked = [depth for one, depth in zip(candidates, depths, strict=True) if one.proposer is proposer and depth]
@@ -173,8 +158,7 @@ class Control:
         return seconds
 
     def _may_probe(self, one: Candidate, record: DraftRecord, rows: int, tokens: int) -> bool:
-        """Whether a sequence that is thought not to pay is tried with one token. Not at all where even a sure one
-        would not pay."""
+        """Returns whether to try one token where drafts seem not to pay: not where even a sure one would not."""
         if not record.rest:
             record.rest, record.resumes_at = _FIRST_REST, len(one.sequence.token_ids) + _FIRST_REST
         if len(one.sequence.token_ids) < record.resumes_at:

@@ -1,4 +1,4 @@
-"""What a step costs, by the tokens that are fed: measured once, on this machine and model."""
+"""Measures, once on this machine and model, what a step costs by the tokens that it feeds."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ _PATIENCE = 2.0  # seconds, after which no more is tried
 
 
 class Costs:
-    """Seconds of a step, known at some sizes; between them straight lines, beyond them the last one goes on."""
+    """Interpolates the seconds of a step between measured sizes; beyond them, the last line goes on."""
 
     def __init__(self, known: dict[int, float]) -> None:
-        """`known` has at least the size 1. Whatever else runs makes a step longer and never shorter, so that no step is
-        taken to cost more than a larger one did."""
+        """`known` includes size 1. Other load only lengthens steps, so none is taken to cost more than a larger one."""
         self._sizes = sorted(known)
         self._seconds = [min(known[larger] for larger in self._sizes[at:]) for at in range(len(self._sizes))]
         self._table = [self._between(max(tokens, 1)) for tokens in range(SIZES[-1] + 1)]  # asked for in every step
 
     def seconds(self, tokens: int) -> float:
-        """Returns the seconds of a step that feeds `tokens` tokens, at least one."""
         return self._table[tokens] if tokens < len(self._table) else self._between(tokens)
 
     def _between(self, tokens: int) -> float:
@@ -46,8 +44,7 @@ class Costs:
 def measure(
     step: Callable[[int, int], None], most: int, clock: Clock, between: Callable[[], None] = lambda: None
 ) -> Costs:
-    """Measures the costs of `step`, which feeds the first number of tokens behind the second; all together there may be
-    `most`. `between` is done before each, and not counted."""
+    """`step(tokens, before)` feeds tokens behind others, together at most `most`. `between` is not timed."""
     known: dict[int, float] = {}
     before = max(0, min(_CONTEXT, most - SIZES[-1]))
     began = time.perf_counter()
@@ -69,7 +66,7 @@ def measure(
 
 
 def clock_of(device: torch.device) -> Clock:
-    """What tells a step's time there. That of the thread alone where it does all the work: others do not disturb it."""
+    """Prefers the clock of a thread that does all the work: other load does not disturb it."""
     return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 

@@ -1,8 +1,6 @@
-"""A small model with the target's vocabulary guesses, one token after another, for all rows at once.
-
-It draws with the target's own sampling fields and noise, so that where the two distributions agree they mostly draw the
-same token. Its keys and values lie in a pool of its own under the numbers of the target's pages.
-"""
+"""Guesses by a small model with the target's vocabulary, token by token, for all rows at once. It draws with the
+target's sampling fields and noise, so that where the distributions agree, they mostly draw the same token. Its keys and
+values lie in a pool of its own under the numbers of the target's pages."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from engine.kv.kv_cache import KvCache
 from engine.model.attention import RowSpan, StepAttention
 from engine.model.transformer import StepInput, Transformer
 from engine.sampling.sampler import Sampler
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 from engine.settings import PAGE_SIZE
 
 _CHUNK = 512  # tokens of a prompt that it takes in at once
@@ -29,15 +27,12 @@ _LACKED = 2  # tokens behind a draft that was right: its last one was never fed,
 
 @dataclass(slots=True)
 class Followed:
-    """How far it has computed a sequence."""
-
     sequence: SequenceState
-    page_table_version: int
     computed: int = 0  # tokens of the sequence
     guessed: tuple[int, ...] = ()  # that it computed behind those
 
     def pending(self) -> list[int]:
-        """What of the sequence is not computed; never nothing. Guesses that came true are."""
+        """Returns the tokens to compute, at least one: guesses that came true are computed."""
         ids = self.sequence.token_ids
         for token_id in self.guessed:
             if self.computed == len(ids) - 1 or ids[self.computed] != token_id:
@@ -57,7 +52,7 @@ class DraftModel:
         self.pool = pool
         self._sampler = sampler
         self._windows = tuple(dict.fromkeys(model.config.windows))
-        self._followed: dict[int, Followed] = {}  # by slot
+        self._followed = PerSequence(Followed, paged=True)
         self._first = self._further = Costs({1: 0.0})  # steps for so many sequences
 
     def measure(self, target: Callable[[], None]) -> None:
@@ -67,25 +62,24 @@ class DraftModel:
         self._further = measure(partial(self._rehearse, 1), most, clock)
 
     def seconds(self, rows: int, depth: int) -> float:
-        """A step a token. What it has not seen of a prompt is not counted: that comes once."""
+        """Leaves out tokens of a prompt, which are computed once."""
         return self._first.seconds(rows) + (depth - 1) * self._further.seconds(rows) if depth else 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """Returns the longest draft: the model always has a guess."""
         return MOST_DRAFTED
 
     def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
-        """Token by token, those that want more of them together. Where that fails, it has computed nothing of them."""
+        """A failure discards what was computed of these sequences."""
         try:
             return self._propose(requests)
         except BaseException:
             for request in requests:
-                self._followed.pop(request.sequence.slot, None)
+                self._followed.forget(request.sequence)
             raise
 
     def _propose(self, requests: Items[DraftRequest]) -> list[Draft]:
         drafts: list[list[int]] = [[] for _ in requests]
-        followed = [self._follow(request.sequence) for request in requests]
+        followed = [self._followed.of(request.sequence) for request in requests]
         fed = [self._catch_up(one) for one in followed]
         for depth in range(max(request.most for request in requests)):
             going = [at for at, request in enumerate(requests) if len(drafts[at]) == depth < request.most]
@@ -106,15 +100,8 @@ class DraftModel:
             one.guessed = tuple(draft[:-1])
         return [tuple(draft) for draft in drafts]
 
-    def _follow(self, sequence: SequenceState) -> Followed:
-        """Anew where the slot has changed hands or the sequence other pages."""
-        one = self._followed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
-            one = self._followed[sequence.slot] = Followed(sequence, sequence.page_table_version)
-        return one
-
     def _catch_up(self, one: Followed) -> list[int]:
-        """Computes all but the last chunk of what it lacks; that chunk."""
+        """Returns the last chunk of the pending tokens, before which all are computed."""
         pending = one.pending()
         while len(pending) > _CHUNK:
             self._feed([(one, pending[:_CHUNK])])
@@ -124,7 +111,7 @@ class DraftModel:
         return pending
 
     def _feed(self, rows: Items[tuple[Followed, list[int]]]) -> torch.Tensor:
-        """Feeds each its next tokens, rows of one first; logits behind the last of each."""
+        """Returns logits behind each row's last token. Rows of one token must come first."""
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -145,9 +132,7 @@ class DraftModel:
         return self.model.logits(self.model.forward(step, self.pool))
 
     def _rehearse(self, lacked: int, rows: int, before: int) -> None:
-        """Feeds `lacked` tokens behind `before` others for each of `rows` sequences of no caller, and chooses after
-        each."""
         pages = list(range(-(-(before + lacked) // PAGE_SIZE)))
         stand_in = SequenceState(-1, -1, [], 0, GREEDY, Stopping(max_tokens=1), None, pages=pages)
-        logits = self._feed([(Followed(stand_in, 0, before), [0] * lacked)] * rows)
+        logits = self._feed([(Followed(stand_in, before), [0] * lacked)] * rows)
         self._sampler.choose([stand_in] * rows, logits)

@@ -1,13 +1,11 @@
-"""The executor of steps in which something is drafted: eager's pass over all rows, with drafts behind some of them.
-
-The noise of a choice depends on seed and position alone, so each position of a draft is chosen just as it would be
-without: the answer is the same, token by token, whatever was proposed (docs/speculation.md).
-"""
+"""Computes steps with drafts by eager's pass. The noise of a choice depends on seed and position alone, so the answer
+is the same, token by token, whatever was proposed (docs/speculation.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 
 import torch
 
@@ -27,7 +25,6 @@ from engine.settings import PAGE_SIZE
 
 
 def why_not(parts: Parts) -> str | None:
-    """Nothing stands against it: whether it pays is found out step by step."""
     return None
 
 
@@ -39,38 +36,28 @@ Wanted = tuple[tuple[Candidate, int], ...]  # with the tokens to draft
 
 
 class Speculation:
-    """Computes whole steps in which a draft is expected to pay. An `Executor`."""
+    """An `Executor` of whole steps in which a draft is expected to pay."""
 
     lookahead_tokens = MOST_DRAFTED
     max_tokens_per_row = MOST_DRAFTED + 1
+    capacity = Capacity()
+    switches: Mapping[str, str | None] = MappingProxyType({"speculation": None})
 
     def __init__(self, parts: Parts, proposers: tuple[Proposer, ...] | None = None, known: Costs | None = None) -> None:
-        """`proposers`, best first; `known` instead of what would be measured."""
+        """`proposers`: best first. `known`: costs to take instead of measured ones."""
         self._parts = parts
         self._eager = Eager(parts)
         self._proposers = _proposers(parts) if proposers is None else proposers
         self.costs = known  # of steps; None until they are measured
         self._control: Control | None = None
 
-    @property
-    def capacity(self) -> Capacity:
-        """Returns nothing: it takes all rows of a step that has drafts."""
-        return Capacity()
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the option that the router obeys for it."""
-        return {"speculation": None}
-
     def warmup(self, progress: Progress) -> None:
-        """Finds out what steps and drafts cost."""
         if self.costs is None:
             self.costs = self.measured()
         self._control = Control(self.costs)
 
     def measured(self) -> Costs:
-        """Measures what steps cost here and now; its proposers measure what drafts do. Overwrites the first pages,
-        which no sequence may hold."""
+        """Overwrites the first pages, which no sequence may hold."""
         clock = costs.clock_of(self._parts.model.placement.device)
         most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
         with torch.inference_mode():
@@ -85,8 +72,6 @@ class Speculation:
         return Drafts(depths=tuple((one.sequence.key, one.proposer.name, depth) for one, depth in wanted))
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one id or several for each row that samples, and the prompt's log-probabilities for each row that
-        scores."""
         wanted = self._wanted(share)
         drafts = self._propose(wanted)
         for key, draft in drafts.items():
@@ -99,14 +84,12 @@ class Speculation:
         return results | self._eager.scored(ordered, fed, results)
 
     def _wanted(self, share: Share) -> Wanted:
-        """Returns the share's drafts with the sequences and proposers that it names."""
         of = {row.key: self._parts.sequences.of(row) for row in share.rows}
         proposers = {one.name: one for one in self._proposers}
         return tuple((Candidate(of[key], proposers[name], depth), depth) for key, name, depth in share.drafts)
 
     def _choose(self, rows: list[Row], drafts: Mapping[int, Draft], logits: torch.Tensor) -> dict[int, RowResult]:
-        """Chooses a token at each position, and returns by row the accepted part of its draft and the token after it.
-        `logits` is [positions of all rows, vocab]."""
+        """Returns by row the accepted part of its draft and the token after it. `logits`: [positions, vocab]."""
         of = self._parts.sequences.of
         places = [(of(row), drafts.get(row.key, ())[:at]) for row in rows for at in self._places(row, drafts)]
         chosen = iter(self._parts.sampler.sample([one for one, _ in places], logits, [ids for _, ids in places]))
@@ -116,8 +99,7 @@ class Speculation:
             results[row.key] = accept(of(row), drafts.get(row.key, ()), of_row)
         return results
 
-    def close(self) -> None:
-        """There is nothing to give back."""
+    def close(self) -> None: ...
 
     def _decide(self, rows: tuple[Row, ...]) -> Wanted:
         if self._control is None:
@@ -131,7 +113,6 @@ class Speculation:
         return tuple((one, depth) for one, depth in zip(candidates, depths, strict=True) if depth)
 
     def _candidates(self, row: Row) -> list[Candidate]:
-        """The proposers that have something to say, best first."""
         sequence = self._parts.sequences.of(row)
         most = most_draftable(sequence, self._parts.max_context)
         if most < 1:
@@ -141,11 +122,9 @@ class Speculation:
 
     @staticmethod
     def _places(row: Row, drafts: Mapping[int, Draft]) -> range:
-        """Numbers of its tokens that are followed by a chosen one."""
         return range(1 + len(drafts.get(row.key, ())))
 
     def _propose(self, wanted: Wanted) -> dict[int, Draft]:
-        """Returns drafts by key. Each proposer is asked once for all that it proposes."""
         drafts: dict[int, Draft] = {}
         for proposer in self._proposers:
             asked = [(one, depth) for one, depth in wanted if one.proposer is proposer]
@@ -162,7 +141,7 @@ class Speculation:
 
 
 def most_draftable(sequence: SequenceState, max_context: int) -> int:
-    """How long a draft may be for all it can bring to have a page, and a use."""
+    """Every token of a draft must have a page and a use."""
     length = len(sequence.token_ids)
     return min(
         MOST_DRAFTED if sequence.draft_limit is None else sequence.draft_limit,
@@ -174,8 +153,7 @@ def most_draftable(sequence: SequenceState, max_context: int) -> int:
 
 
 def accept(sequence: SequenceState, draft: Draft, chosen: Items[RowResult]) -> RowResult:
-    """`chosen` is what follows the sequence, the sequence and the draft's first token, and so on. Behind a token that
-    ends the sequence, and where there is none, nothing counts."""
+    """`chosen[i]` follows the sequence and i tokens of the draft. Nothing counts behind an end or a missing token."""
     if not draft or not chosen[0].token_ids:
         return chosen[0]
     ids: list[int] = []

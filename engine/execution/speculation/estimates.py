@@ -1,7 +1,7 @@
-"""How long drafts pay, when to begin with them, and what verifying launches would give sequences that have none.
+"""How long drafts pay, and what verifying launches would give sequences that have none.
 
-With prompt lookup, the host looks up in plain steps what a launch would have guessed and sees what comes, so no
-sequence has to try launches. What a draft model would have guessed is not to be had so cheaply: it is tried.
+With prompt lookup, the host looks up in plain steps what a launch would have guessed and compares it with the tokens
+that follow, so no launch is tried for it. A draft model's guesses cost as much as its launches: these are tried.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.execution import device_sampling
 from engine.execution.needs import chosen_by_kernels
@@ -18,38 +17,39 @@ from engine.execution.speculation.control import PRIOR, Candidate, Control
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 _PRIOR_RATE = PRIOR[0] / PRIOR[1]  # that a guess is right, when a draft model is tried again
 _LONGEST_PAUSE = 31  # tokens between two looks at a text that repeats nothing: a look takes the host some microseconds
 
 
-class AcceptanceEstimate(Protocol):
-    """What drafts are expected to give sequences that decode together. Keyed by slot."""
+class AcceptanceEstimate:
+    """What drafts are expected to give sequences that decode together: nothing, where a subclass knows no better."""
 
-    @property
-    def tried(self) -> bool:
-        """Returns whether only verifying launches show what drafts give."""
+    tried = False  # whether only verifying launches show what drafts give
 
     def first(self, sequence: SequenceState, most: int) -> float:
-        """Returns the tokens expected of a launch with drafts of `most` tokens, before the sequence had any."""
+        """Returns the expected tokens of a launch with drafts of `most` tokens, before the sequence had any."""
+        return 1.0
 
     def prior(self, sequence: SequenceState, most: int) -> float:
         """Returns the same for a sequence that had no launch for a while."""
+        return 1.0
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        """Returns the tokens that a launch would have given a moment ago; None: not known. Asked in plain steps."""
+        """Returns the tokens that a launch would have given just now, where that is known. Asked in plain steps."""
+        return None
 
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what a launch gave the sequence."""
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None: ...
 
     def behind(self, sequences: Items[SequenceState]) -> float:
         """Returns the seconds until their first launch can begin."""
+        return 0.0
 
 
 @dataclass(slots=True)
 class LookupWatch:
-    """The guess that is looked up for a sequence in plain steps, to compare with the tokens that follow."""
+    """The guess for a sequence in plain steps, to compare with the tokens that follow."""
 
     sequence: SequenceState
     guess: Draft = ()  # what would have been drafted
@@ -71,23 +71,13 @@ class LookupWatch:
         return 1 + right
 
 
-class LookupEstimate:
-    """An `AcceptanceEstimate` for drafts that are looked up."""
-
-    tried = False
-
+class LookupEstimate(AcceptanceEstimate):
     def __init__(self, lookup: PromptLookup) -> None:
         self._lookup = lookup
-        self._watches: dict[int, LookupWatch] = {}  # by slot
-
-    def first(self, sequence: SequenceState, most: int) -> float:
-        return 1.0
-
-    def prior(self, sequence: SequenceState, most: int) -> float:
-        return 1.0
+        self._watches = PerSequence(LookupWatch)
 
     def seen(self, sequence: SequenceState, most: int) -> int | None:
-        watch, found, length = self._of(sequence), None, len(sequence.token_ids)
+        watch, found, length = self._watches.of(sequence), None, len(sequence.token_ids)
         if watch.guessed_at and length > watch.guessed_at:
             found = watch.compare()
         if not watch.guessed_at and length >= watch.looks_at:
@@ -96,25 +86,15 @@ class LookupEstimate:
         return found
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        self._of(sequence).guessed_at = 0
-
-    def behind(self, sequences: Items[SequenceState]) -> float:
-        return 0.0
-
-    def _of(self, sequence: SequenceState) -> LookupWatch:
-        watch = self._watches.get(sequence.slot)
-        if watch is None or watch.sequence is not sequence:
-            watch = self._watches[sequence.slot] = LookupWatch(sequence)
-        return watch
+        self._watches.of(sequence).guessed_at = 0
 
 
-class DraftEstimate:
-    """An `AcceptanceEstimate` for drafts of a model, by how often it was right."""
+class DraftEstimate(AcceptanceEstimate):
+    """Estimates by how often the draft model was right."""
 
     tried = True
 
     def __init__(self, depths: PaidDepths) -> None:
-        """`depths`: those of single sequences, which observe launches of several as well."""
         self._depths = depths
 
     def first(self, sequence: SequenceState, most: int) -> float:
@@ -122,9 +102,6 @@ class DraftEstimate:
 
     def prior(self, sequence: SequenceState, most: int) -> float:
         return _expected(_PRIOR_RATE, most)
-
-    def seen(self, sequence: SequenceState, most: int) -> int | None:
-        return None
 
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         if one.proposed:
@@ -154,14 +131,13 @@ def can_verify(sequence: SequenceState) -> bool:
 class Stay:
     """What verifying launches with a draft model lost or won a sequence."""
 
-    sequence: SequenceState
     lost: float = 0.0  # seconds against plain steps since it was furthest ahead of them
     left_at: int = 0  # length with which it went back to plain steps; 0: it has not
 
 
 class PaidDepths:
-    """Chooses drafts as long as `control` finds that they pay, where the host's proposer has a guess. The device
-    guesses for itself, a launch or two further on."""
+    """Chooses drafts as long as they pay, where the host's proposer has a guess. The device's own guesses are a launch
+    or two further on."""
 
     def __init__(
         self,
@@ -170,16 +146,17 @@ class PaidDepths:
         behind: Callable[[SequenceState], float] | None = None,
         turn: float = 0.0,
     ) -> None:
-        """`costs` of a launch, its draft included. `behind`: seconds that a draft model needs to catch up with a
-        sequence. `turn`: seconds for which a sequence stands still when it comes from plain steps, or goes back."""
+        """`costs` of a launch with its draft. `behind`: seconds that a draft model needs to catch up with a sequence.
+        `turn`: seconds for which a sequence stands still when it changes between launches and plain steps."""
         self._costs = costs
         self._control = Control(costs, learns=behind is not None)
         self._behind = behind
         self._turn = turn
         self._proposer = proposer
-        self._stays: dict[int, Stay] = {}  # by slot
+        self._stays = PerSequence(lambda sequence: Stay())
 
     def most(self, sequence: SequenceState) -> int:
+        """Returns 0 where verifying launches cannot serve the sequence."""
         if not can_verify(sequence):
             return 0
         return MOST_DRAFTED if sequence.draft_limit is None else min(sequence.draft_limit, MOST_DRAFTED)
@@ -197,14 +174,14 @@ class PaidDepths:
     def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
         self._control.observe(Candidate(sequence, self._proposer, one.proposed), one.proposed, one.accepted)
         if self._behind is not None:
-            stay, plain = self._stay(sequence), self._costs.seconds(1)
+            stay, plain = self._stays.of(sequence), self._costs.seconds(1)
             stay.lost = max(0.0, stay.lost + self._costs.seconds(1 + one.proposed) - (1 + one.accepted) * plain)
 
     def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """A draft model must catch up with the sequence first."""
+        """Returns whether a first launch with drafts of `depth` tokens is worth its delay."""
         if self._behind is None:
             return True
-        plain, stay = self._costs.seconds(1), self._stay(sequence)
+        plain, stay = self._costs.seconds(1), self._stays.of(sequence)
         tokens = len(sequence.token_ids) - (stay.left_at or sequence.prompt_length)  # in plain steps
         if 2 * self._switching(sequence) <= TRYING * plain * tokens:  # as much as that may be lost before it goes
             return True
@@ -221,27 +198,19 @@ class PaidDepths:
         """Returns whether the sequence has lost less than it would by going back and coming again."""
         if self._behind is None or self._reach(sequence) < 1:
             return False
-        return self._stay(sequence).lost < self._switching(sequence)
+        return self._stays.of(sequence).lost < self._switching(sequence)
 
     def rate(self, sequence: SequenceState) -> float:
         """Returns the estimated probability that the next guess is right."""
         return self._control.rate(Candidate(sequence, self._proposer, 1))
 
     def behind(self, sequence: SequenceState) -> float:
-        """Returns the seconds until its first launch can begin."""
         return 0.0 if self._behind is None else self._behind(sequence)
 
     def left(self, sequence: SequenceState) -> None:
-        stay = self._stay(sequence)
+        stay = self._stays.of(sequence)
         stay.lost, stay.left_at = 0.0, len(sequence.token_ids)
 
     def _switching(self, sequence: SequenceState) -> float:
-        """Returns the seconds that it takes to come over, and to go back."""
+        """Returns the seconds to change to launches and back."""
         return self.behind(sequence) + 2 * self._turn
-
-    def _stay(self, sequence: SequenceState) -> Stay:
-        """Returns the record of the sequence, a new one where another sequence had the slot."""
-        stay = self._stays.get(sequence.slot)
-        if stay is None or stay.sequence is not sequence:
-            stay = self._stays[sequence.slot] = Stay(sequence)
-        return stay

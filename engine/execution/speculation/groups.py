@@ -1,16 +1,15 @@
-"""When verifying launches are the way to go on: for one sequence, where a draft is expected to pay; for several, where
-drafts give each of them as much as plain steps do, and all together more. Torch-free."""
+"""When sequences go on in verifying launches: one alone, where a draft is expected to pay; several, where drafts give
+each about as much as plain steps do, and all together more. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.execution.pipeline import GROUPS, VerifiedDraft
-from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, can_verify
-from engine.scheduling.sequence_state import SequenceState
+from engine.execution.speculation.estimates import SOON, TRYING, AcceptanceEstimate, PaidDepths, can_verify
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 STAYS = 64  # tokens without a draft: to come and go costs about a step each time
 BEGINNING = 16  # tokens: most texts that repeat anything have done so by then
@@ -23,39 +22,17 @@ _FIRST_REST, _LAST_REST = 128, 512  # tokens in plain steps, once launches did n
 _SEEN_REST = 32  # the first, where the host sees by itself what launches would give
 
 
-class Depths(Protocol):
-    """Decides how long drafts should be."""
-
-    def depth(self, sequence: SequenceState) -> int:
-        """Returns the tokens to draft next for a sequence that decodes alone."""
-
-    def most(self, sequence: SequenceState) -> int:
-        """Returns the longest draft that it may ever have; 0 where verifying launches cannot serve it."""
-
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what came of a draft."""
-
-    def worth(self, sequence: SequenceState, depth: int) -> bool:
-        """Returns whether beginning with drafts of `depth` tokens is worth what it costs."""
-
-    def holds(self, sequence: SequenceState) -> bool:
-        """Returns whether the sequence should go on with short drafts, though none is expected to pay."""
-
-    def left(self, sequence: SequenceState) -> None:
-        """Notes that the sequence goes on in plain steps."""
-
-
 def group_of(depth: int) -> int:
     """Returns the rows of the shortest group that holds a draft of `depth` tokens."""
     return next(group for group in GROUPS if group > depth)
 
 
 class SinglePolicy:
-    """A `GroupPolicy` for one sequence, which it keeps for a while in verifying launches without a draft."""
+    """A `GroupPolicy` for one sequence."""
 
-    def __init__(self, depths: Depths, stays: int = STAYS, beginning: int = 0) -> None:
-        """`stays`: tokens without a draft until the sequence goes back. `beginning`: tokens of an answer that come in
-        verifying launches whether or not there is a draft."""
+    def __init__(self, depths: PaidDepths, stays: int = STAYS, beginning: int = 0) -> None:
+        """`stays`: tokens without a draft until the sequence goes back. `beginning`: first tokens of an answer that
+        come in verifying launches with or without a draft."""
         self._stays = stays
         self._beginning = beginning
         self._depths = depths
@@ -90,7 +67,7 @@ class SinglePolicy:
 
 @dataclass(slots=True)
 class LaunchRecord:
-    """Records what verifying launches give a sequence, or would."""
+    """What verifying launches give a sequence, or would."""
 
     sequence: SequenceState
     tokens: float
@@ -102,11 +79,9 @@ class LaunchRecord:
 
     @property
     def per_launch(self) -> float:
-        """Returns the mean tokens of a launch."""
         return self.tokens / self.launches
 
     def add(self, tokens: int) -> None:
-        """Adds a launch that gave `tokens` tokens."""
         self.tokens = self.tokens * _MEMORY + tokens
         self.launches = self.launches * _MEMORY + 1
 
@@ -118,13 +93,13 @@ class SeveralPolicy:
         self, group: int, seconds: float, plain: Callable[[int], float], estimate: AcceptanceEstimate, turn: float = 0.0
     ) -> None:
         """`seconds` of a launch, and `plain` of a plain step by its rows. `turn`: seconds for which sequences stand
-        still when they come from plain steps, or go back."""
+        still when they change between the two."""
         self._group = group
         self._seconds = seconds
         self._plain = plain
         self._estimate = estimate
         self._turn = turn
-        self._records: dict[int, LaunchRecord] = {}  # by slot
+        self._records = PerSequence(self._new_record)
         self._step = 0.0  # seconds of a plain step of those that were asked about last
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
@@ -152,7 +127,6 @@ class SeveralPolicy:
         return 0
 
     def most(self, sequence: SequenceState) -> int:
-        """Returns the longest draft that its request and the group allow."""
         most = self._group - 1
         return most if sequence.draft_limit is None else min(sequence.draft_limit, most)
 
@@ -163,17 +137,16 @@ class SeveralPolicy:
         self._estimate.observe(sequence, one)
 
     def _may_pay(self) -> bool:
-        """Returns whether launches give more than plain steps at least where every draft is right."""
+        """Returns whether launches would pay if every draft were right."""
         return self._group * self._step >= self._seconds * _MARGIN
 
     def _pays(self, records: Items[LaunchRecord], margin: float) -> bool:
-        """Returns whether launches give all of them `margin` times what plain steps do, and each about as much."""
         plain, gains = self._step, [record.per_launch for record in records]
         faster = sum(gains) * plain > margin * len(records) * self._seconds
         return faster and min(gains) * plain * _OTHERS > self._seconds
 
     def _won_back(self, records: Items[LaunchRecord]) -> bool:
-        """Returns whether the time until a first launch is soon won back, or is little beside what has been done."""
+        """Returns whether the delay of a first launch is soon won back, or is short beside the steps so far."""
         gains = sum(record.per_launch for record in records) / len(records)
         plain, tokens = self._step, min(record.sequence.output_length for record in records)
         return self._switching(records) <= max(SOON * (plain - self._seconds / gains), TRYING * plain * tokens)
@@ -183,7 +156,7 @@ class SeveralPolicy:
         return max(record.lost for record in records) < self._switching(records)
 
     def _switching(self, records: Items[LaunchRecord]) -> float:
-        """Returns the seconds that it takes to come over, and to go back."""
+        """Returns the seconds to change to launches and back."""
         return self._estimate.behind([record.sequence for record in records]) + 2 * self._turn
 
     def _ready(self, record: LaunchRecord) -> bool:
@@ -192,7 +165,6 @@ class SeveralPolicy:
         return to_go >= _TO_GO and len(sequence.token_ids) >= record.resumes_at
 
     def _rest(self, records: Items[LaunchRecord]) -> None:
-        """Keeps all of them in plain steps for a while."""
         for record in records:
             sequence = record.sequence
             record.resumes_at = len(sequence.token_ids) + record.rest
@@ -201,16 +173,15 @@ class SeveralPolicy:
                 record.tokens, record.launches = self._estimate.prior(sequence, self.most(sequence)) * _PRIOR, _PRIOR
 
     def _observe_plain(self, record: LaunchRecord) -> None:
-        """Takes in, in plain steps, what a draft would have given."""
         found = self._estimate.seen(record.sequence, self.most(record.sequence))
         if found is not None:
             record.add(found)
 
     def _record(self, sequence: SequenceState) -> LaunchRecord:
-        record = self._records.get(sequence.slot)
-        if record is None or record.sequence is not sequence:
-            tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
-            rest = _FIRST_REST if self._estimate.tried else _SEEN_REST
-            record = self._records[sequence.slot] = LaunchRecord(sequence, tokens, rest)
+        record = self._records.of(sequence)
         record.fits = record.fits or can_verify(sequence)  # for good: what is counted before `min_tokens` only ends
         return record
+
+    def _new_record(self, sequence: SequenceState) -> LaunchRecord:
+        tokens = self._estimate.first(sequence, self.most(sequence)) * _PRIOR
+        return LaunchRecord(sequence, tokens, _FIRST_REST if self._estimate.tried else _SEEN_REST)

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last few tokens when they stood in the prompt or the answer before."""
+"""Prompt lookup: drafts what followed the last few tokens where they stood before, in the prompt or the answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest
-from engine.scheduling.sequence_state import SequenceState
+from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 SHORTEST, LONGEST = 2, 4  # tokens that must agree, and that are compared
 MOST_PLACES = 16  # earlier ones that a search looks at
@@ -15,17 +15,16 @@ _NONE = -1
 
 
 class PairIndex:
-    """Where each pair of adjacent tokens of one sequence stood last, and before that. A token takes a few bytes more
-    than an entry of a dict."""
+    """Finds where pairs of adjacent tokens stood last and before. A token takes little more than a dict's entry."""
 
     def __init__(self, sequence: SequenceState) -> None:
         self.sequence = sequence
+        self.placed_at = self.placed = 0  # length of the sequence at the last search, and what it found
         self._last: dict[tuple[int, int], int] = {}  # pair → place of its second token
         self._before = array("i", (_NONE,))  # place → the same pair's place before that
 
     def place(self) -> int:
-        """Behind the best earlier match of the last tokens: the longest, of those the most recent; 0 where there is
-        none. Takes in what has come since the last call."""
+        """Returns the place behind the longest earlier match of the last tokens, the latest of equals; 0: none."""
         ids = self.sequence.token_ids
         last = len(ids) - 1
         if last < SHORTEST:
@@ -56,22 +55,19 @@ class PromptLookup:
     name = "prompt_lookup"
 
     def __init__(self) -> None:
-        self._indices: dict[int, PairIndex] = {}  # by slot
-        self._places: dict[int, tuple[int, int]] = {}  # slot → length of the sequence, and its place
+        self._indices = PerSequence(PairIndex)
 
-    def measure(self, target: Callable[[], None]) -> None:
-        """Measures nothing: a lookup takes a few microseconds."""
+    def measure(self, target: Callable[[], None]) -> None: ...
 
     def seconds(self, rows: int, depth: int) -> float:
-        """Nothing beside a step."""
+        """A lookup takes microseconds, nothing beside a step."""
         return 0.0
 
     def reach(self, sequence: SequenceState) -> int:
-        """All or nothing: where a match runs into the end, it goes round."""
+        """A match that runs into the end repeats, so any length can be had."""
         return MOST_DRAFTED if self._place(sequence) else 0
 
     def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
-        """What stands behind the match of each."""
         return [self._draft(request) for request in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:
@@ -84,11 +80,7 @@ class PromptLookup:
         return tuple(found)
 
     def _place(self, sequence: SequenceState) -> int:
-        index = self._indices.get(sequence.slot)
-        if index is None or index.sequence is not sequence:
-            index = self._indices[sequence.slot] = PairIndex(sequence)
-            self._places.pop(sequence.slot, None)
-        known = self._places.get(sequence.slot)
-        if known is None or known[0] != len(sequence.token_ids):
-            known = self._places[sequence.slot] = len(sequence.token_ids), index.place()
-        return known[1]
+        index, length = self._indices.of(sequence), len(sequence.token_ids)
+        if index.placed_at != length:
+            index.placed_at, index.placed = length, index.place()
+        return index.placed

@@ -1,4 +1,4 @@
-"""Who guesses what follows a sequence."""
+"""Defines proposers, which guess what follows a sequence."""
 
 from __future__ import annotations
 
@@ -13,32 +13,25 @@ Draft = tuple[int, ...]
 
 
 class DraftRequest(NamedTuple):
-    """Asks for a draft of a sequence, of at most `most` tokens."""
-
     sequence: SequenceState
     most: int
 
 
 class Proposer(Protocol):
-    """Guesses. Wrong ones cost time and never change an answer.
-
-    It is asked step after step for whatever sequences decode then, and keeps what it needs of them by slot, which holds
-    another `SequenceState` once it has changed hands.
-    """
+    """A wrong guess costs time and never changes an answer. What is kept of a sequence is kept by slot, which may hold
+    another `SequenceState` in the next step."""
 
     @property
     def name(self) -> str:
         """One word, for settings, metrics and logs."""
 
     def reach(self, sequence: SequenceState) -> int:
-        """How many tokens it could propose after the sequence's last one, were it asked in this step. Cheap."""
+        """Returns how many tokens it could propose in this step; cheap."""
 
     def propose(self, requests: Items[DraftRequest]) -> list[Draft]:
-        """A draft for each, which may be shorter than wished, or empty."""
+        """A draft may be shorter than asked for, or empty."""
 
-    def seconds(self, rows: int, depth: int) -> float:
-        """Returns the seconds of drafts of `depth` tokens for `rows` sequences, as measured at the start."""
+    def seconds(self, rows: int, depth: int) -> float: ...
 
     def measure(self, target: Callable[[], None]) -> None:
-        """Finds out what `seconds` tells, with the step `target` of the model in between, as there is between drafts.
-        Called once, before the first request, in torch's inference mode."""
+        """Runs the model's step `target` between drafts, as in service. Called once, in torch's inference mode."""

@@ -1,5 +1,5 @@
-"""The executor of captured verifying launches on a GPU, with drafts that never leave it: for one sequence that decodes
-alone, or for two to four together. A draft model guesses where there is one, else prompt lookup."""
+"""Decodes up to four sequences in captured verifying launches on a GPU, with drafts that never leave it. A draft model
+guesses where there is one, else prompt lookup."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import Final
 
 import torch
 
-from engine.execution.driver import Recorder
-from engine.execution.graphs import decode, weights
-from engine.execution.graphs.drafting import DeviceDraft, DraftPrefill
+from engine.execution.graphs import decode
+from engine.execution.graphs.prefill import DeviceDraft, DraftPrefill
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
 from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
@@ -23,10 +22,9 @@ from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy,
 from engine.execution.speculation.lookup import PromptLookup
 from engine.execution.speculation.proposer import Proposer
 from engine.execution.speculation.verifying import VerifyingRows, Way
-from engine.execution.step_state import DecodeWeights, Parts, Unfit
-from engine.kernels.build import BuildError
+from engine.execution.step_state import DecodeWeights, Parts, kernel_switches, making
 from engine.loading.progress import Progress
-from engine.model.layers import many_tokens
+from engine.model.layers import few_rows_weights, many_tokens
 from engine.scheduling.plan import Row, RowResult, Share
 
 NO_DRAFT = "draft-model names none"
@@ -37,7 +35,6 @@ why_not = decode.why_not
 
 
 def ask(parts: Parts) -> None:
-    """Asks for every kernel that it will have; of shapes alone."""
     behind = _draft_prefill(parts)
     for device in _devices(parts, behind).values():
         device.build()
@@ -46,20 +43,17 @@ def ask(parts: Parts) -> None:
 
 
 def why_no_draft(parts: Parts) -> str | None:
-    """Why a draft model cannot guess here, or None."""
     if parts.draft is None:
         return NO_DRAFT
     draft = _of_draft(parts, parts.draft)
-    return weights.why_not(draft) or many_tokens.why_not(draft)
+    return few_rows_weights.why_not(draft) or many_tokens.why_not(draft)
 
 
 def _of_draft(parts: Parts, draft: DraftModel) -> Parts:
-    """Returns the draft model in the form in which the kernels are given a model."""
     return replace(parts, model=draft.model, pool=draft.pool, decode=DecodeWeights(), draft=None)
 
 
 def _draft_prefill(parts: Parts) -> DraftPrefill | None:
-    """None where no draft model guesses."""
     if parts.draft is None or why_no_draft(parts) is not None:
         return None
     return DraftPrefill(_of_draft(parts, parts.draft))
@@ -68,13 +62,12 @@ def _draft_prefill(parts: Parts) -> DraftPrefill | None:
 def _draft(parts: Parts, behind: DraftPrefill | None) -> DeviceDraft | None:
     if parts.draft is None or behind is None:
         return None
-    read, _ = weights.shared(_of_draft(parts, parts.draft))
+    read, _ = _of_draft(parts, parts.draft).step_weights
     return DeviceDraft(read, behind.compute, behind.progress.computed)
 
 
 def _devices(parts: Parts, behind: DraftPrefill | None) -> dict[int, VerifyGraphs]:
-    """Makes the graphs of each pipeline, keyed by its most sequences."""
-    read, _ = weights.shared(parts)
+    read, _ = parts.step_weights
     draft = _draft(parts, behind)
     alone = VerifyGraphs(parts.kernels, read, parts.max_context, draft=draft)
     found = {1: alone}
@@ -93,21 +86,17 @@ def _devices(parts: Parts, behind: DraftPrefill | None) -> dict[int, VerifyGraph
 
 
 class CapturedSpeculation:
-    """Decodes all rows that decode, where drafts pay."""
+    """An `Executor` of all rows that decode, where drafts pay."""
 
     def __init__(self, parts: Parts, known: Costs | None = None) -> None:
-        """`known` instead of what would be measured."""
+        """`known`: costs to take instead of measured ones."""
         self.costs = known  # of launches, their drafts included; None until they are measured
-        with torch.inference_mode():
-            try:
-                _, self._why_one_pass = weights.shared(parts)
-                self._behind = _draft_prefill(parts)
-                self._devices = _devices(parts, self._behind)
-                self._devices[1].build(GROUPS[:1])
-            except (BuildError, torch.OutOfMemoryError) as failure:
-                raise Unfit(" ".join(str(failure).split())[:300]) from failure
+        with making():
+            self._behind = _draft_prefill(parts)
+            self._devices = _devices(parts, self._behind)
+            self._devices[1].build(GROUPS[:1])
+        self.switches = {"speculation": None, **kernel_switches(parts.step_weights[1])}
         self._guesser = None if self._behind is None else parts.draft
-        self._recorder = Recorder(parts.model.placement.device)
         self._sequences = parts.sequences
         self.pipelines = {  # by the most sequences of each
             most: Pipeline(device, parts.sequences, parts.max_context, buckets=(most,), sizes=(1,), settles=False)
@@ -117,10 +106,9 @@ class CapturedSpeculation:
         self._drains_few = False
 
     def warmup(self, progress: Progress) -> None:
-        """Compiles, captures, and measures what a launch costs."""
         with torch.inference_mode():
             if self._behind is not None:
-                self._behind.warmup(self._recorder, progress)
+                self._behind.warmup(progress)
             for device in self._devices.values():
                 device.warmup(progress)
             alone, plain = self._measured()
@@ -137,8 +125,7 @@ class CapturedSpeculation:
         self._rows = VerifyingRows(self._ways(known, plain, several), self._sequences)
 
     def _ways(self, known: Costs | None, plain: dict[int, float], several: dict[int, float]) -> dict[int, Way]:
-        """Returns each pipeline with what decides about it. `plain` and `several`: seconds of plain steps by rows, and
-        of launches for several sequences."""
+        """`plain`: seconds of plain steps by rows. `several`: those of launches by sequences."""
         assert self.costs is not None
         lookup = PromptLookup()
         proposer: Proposer = lookup if self._guesser is None else self._guesser
@@ -158,8 +145,8 @@ class CapturedSpeculation:
         return ways
 
     def _measured(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Returns the seconds of a launch of one sequence by its rows, newest token and draft, and of a plain step of
-        as many sequences, which costs no less than the launch without its guesses: that reads fewer pages."""
+        """Returns the seconds of one sequence's launch by its rows, and of a plain step of as many sequences. That
+        costs no less than the launch without its guesses, which reads fewer pages."""
         device, places = self._devices[1], range(GROUPS[-1])
         if self._guesser is None:  # those of a group cost the same
             groups = {group: device.seconds(group, group - 1) for group in GROUPS}
@@ -173,17 +160,15 @@ class CapturedSpeculation:
 
     @property
     def capacity(self) -> Capacity:
-        """Returns the most sequences of each pipeline, and whether rows drain their plain steps before they come."""
         return Capacity(verify=tuple(self.pipelines), drains_few=self._drains_few)
 
     @property
     def lookahead_tokens(self) -> int:
-        """All that is in flight may be right, and all that a step reads before it launches more."""
+        """Covers what is in flight, and what a step reads before it launches more."""
         return max(self._lookahead(most).pages for most in self.pipelines)
 
     @property
     def max_tokens_per_row(self) -> int:
-        """All that was in flight."""
         return max(self._lookahead(most).tokens for most in self.pipelines)
 
     def _lookahead(self, most: int) -> Lookahead:
@@ -191,13 +176,7 @@ class CapturedSpeculation:
 
     @property
     def read(self) -> Mapping[int, int]:
-        """Returns the launches that were read, by rows of a sequence."""
         return sum((pipeline.read for pipeline in self.pipelines.values()), Counter[int]())
-
-    @property
-    def switches(self) -> Mapping[str, str | None]:
-        """Returns the options that it and the router obey: it is off without kernels of our own."""
-        return {"speculation": None, "graphs": None, "fused_kernels": None, "two_pass_head": self._why_one_pass}
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return {} if self._rows is None else self._rows.in_flight(rows)
@@ -206,7 +185,6 @@ class CapturedSpeculation:
         return NO_DRAFTS if self._rows is None else self._rows.drafts(step)
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
-        """Returns one id or several for each row."""
         assert self._rows is not None
         found = self._rows.run(share, options)
         if share.drain:
@@ -217,7 +195,6 @@ class CapturedSpeculation:
         return found
 
     def close(self) -> None:
-        """Gives the graphs back."""
         for device in self._devices.values():
             device.close()
         if self._behind is not None:

@@ -1,43 +1,36 @@
-"""Rows that go on in verifying launches: one sequence alone, or a few together. Torch-free."""
+"""Runs rows in verifying launches: one sequence alone, or a few together. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.execution.pipeline import Pipeline, VerifiedDraft
 from engine.execution.router import ALL_OPTIONS, NO_DRAFTS, Drafts, StepOptions, StepRows
 from engine.scheduling.plan import Row, RowResult, Share
-from engine.scheduling.sequence_state import SequenceState, SequenceTable
+from engine.scheduling.sequence_state import PerSequence, SequenceState, SequenceTable
 
 
 class GroupPolicy(Protocol):
     """Decides whether verifying launches pay, and how long they should be."""
 
     def group(self, sequences: Items[SequenceState], *, continues: bool) -> int:
-        """Returns the rows of each sequence in the next launches of all that decode; 0: they go on in plain steps.
-        `continues`: they are in verifying launches already."""
+        """Returns each sequence's rows in the next launches; 0: plain steps. `continues`: they are in such launches."""
 
     def most(self, sequence: SequenceState) -> int:
         """Returns the longest draft that the sequence may ever have."""
 
-    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None:
-        """Takes in what came of a launch for the sequence."""
+    def observe(self, sequence: SequenceState, one: VerifiedDraft) -> None: ...
 
 
 class Way(NamedTuple):
-    """A pipeline of verifying launches, and what decides about it."""
-
     pipeline: Pipeline
     policy: GroupPolicy
     least_group: int = 1  # rows of a sequence in its shortest launch
 
 
 class VerifyingRows:
-    """The pipelines of verifying launches, and when they pay."""
-
     def __init__(self, ways: Mapping[int, Way], sequences: SequenceTable) -> None:
         """`ways` by the most sequences of each, fewest first. A share names its pipeline by that number."""
         self._ways = ways
@@ -45,7 +38,6 @@ class VerifyingRows:
 
     @property
     def most_sequences(self) -> tuple[int, ...]:
-        """Returns the most sequences of each pipeline, fewest first."""
         return tuple(self._ways)
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
@@ -62,7 +54,6 @@ class VerifyingRows:
         return Drafts(group, most, continues) if group else NO_DRAFTS
 
     def run(self, share: Share, options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
-        """Returns one id or several for each row."""
         pipeline, policy, least = self._ways[share.pipeline]
         of = self._sequences.of
         if share.drain:
@@ -77,40 +68,22 @@ class VerifyingRows:
 
 
 def prefix_length(newest: int) -> int:
-    """Returns the tokens that the draft model must have computed before a launch for a sequence whose newest token
-    stands at `newest`: its first step feeds the last two."""
+    """Returns how many tokens a draft model needs before a launch, whose first step feeds the last two."""
     return newest - 1
 
 
-@dataclass(slots=True)
-class _Computed:
-    sequence: SequenceState
-    page_table_version: int
-    tokens: int = 0
-
-
 class DraftProgress:
-    """Keyed by slot, because executors are not notified when a sequence ends."""
+    """Counts the first tokens of each sequence that the draft model's pages hold."""
 
     def __init__(self) -> None:
-        self._computed: dict[int, _Computed] = {}
+        self._computed = PerSequence(lambda sequence: [0], paged=True)
 
     def tokens(self, sequence: SequenceState) -> int:
-        """Returns how many of the sequence's first tokens have their keys and values."""
-        return self._of(sequence).tokens
+        return self._computed.of(sequence)[0]
 
     def computed(self, sequence: SequenceState, until: int) -> None:
-        """Notes that its first `until` tokens are computed."""
-        one = self._of(sequence)
-        one.tokens = max(one.tokens, until)
+        count = self._computed.of(sequence)
+        count[0] = max(count[0], until)
 
     def forget(self, sequence: SequenceState) -> None:
-        """Notes that none of its tokens is computed for sure."""
-        self._of(sequence).tokens = 0
-
-    def _of(self, sequence: SequenceState) -> _Computed:
-        """Begins anew where another sequence has the slot, or the sequence other pages."""
-        one = self._computed.get(sequence.slot)
-        if one is None or one.sequence is not sequence or one.page_table_version != sequence.page_table_version:
-            one = self._computed[sequence.slot] = _Computed(sequence, sequence.page_table_version)
-        return one
+        self._computed.forget(sequence)

@@ -1,7 +1,5 @@
-"""The walk over the layers in torch, which computes every feature on any device.
-
-The residual stream, and activations between a projection and the KV cache, are float32 whatever the weights are.
-"""
+"""The walk over the layers in torch, which computes every feature on any device. The residual stream, and activations
+between a projection and the KV cache, are float32 whatever the weights are."""
 
 from __future__ import annotations
 
@@ -21,8 +19,6 @@ Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a step, and what their layers read and write beside weights."""
-
     positions: torch.Tensor  # [tokens]
     slots: torch.Tensor  # [tokens]: where keys and values go
     attention: StepAttention
@@ -31,8 +27,6 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class EagerWalk:
-    """Walks over the layers of one model."""
-
     config: ModelConfig
     layers: tuple[Layer, ...]
     ropes: RopeTables
@@ -65,13 +59,13 @@ class EagerWalk:
 
 
 def _angles(table: torch.Tensor, positions: torch.Tensor) -> Angles:
-    """Returns cosines and sines of these positions, each [tokens, 1, head_dim]."""
+    """Cosines and sines of these positions, each [tokens, 1, head_dim]."""
     cos, sin = table.index_select(0, positions).unsqueeze(1).unbind(2)
     return cos, sin
 
 
 def _rotate(heads: torch.Tensor, layer: Layer, angles: Angles) -> None:
-    """Normalises (where the model does) and rotates queries and keys [tokens, heads, head_dim] in place."""
+    """Norms (where the model does) and rotates queries and keys [tokens, heads, head_dim] in place."""
     cos, sin = angles
     x = heads.float() if layer.head_norm is None else layer.head_norm(heads.float())
     tokens, count, dim = x.shape

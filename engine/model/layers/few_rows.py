@@ -1,4 +1,4 @@
-"""A whole decode step as a chain of launches, and the buffers that it lives in."""
+"""A whole decode step as a chain of launches, and its buffers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress, TwoPasses
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Matrix
 
+MOST_ROWS = 8  # of a step
+
 
 @dataclass(frozen=True, slots=True)
 class StepProduct:
@@ -40,8 +42,6 @@ class StepProduct:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; gains are float32."""
-
     input_gain: torch.Tensor
     qkv: StepProduct
     attention: LayerAttention
@@ -67,7 +67,7 @@ class StepWeights:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """What a batch's steps keep at fixed addresses."""
+    """State of a batch's steps at fixed addresses."""
 
     places: RowPages
     choice: Choice
@@ -106,7 +106,7 @@ class StepBuffers:
 
 
 def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits: bool = False) -> StepBuffers:
-    """Buffers for `batch` rows of at most `pages` pages each; all rows idle."""
+    """Idle rows of at most `pages` pages each."""
     device, hidden = weights.table.device, weights.table.shape[1]
     inner = weights.layers[0].gate_up.matrix.rows // 2
 
@@ -147,7 +147,7 @@ HEAD_WINDOW = 34 << 10  # bytes of the head that a block has under way
 
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
-    """How the stages are spread and overlapped. A stage's name is qkv, output, gate_up, down or head."""
+    """Division and overlap of stages. A stage's name is qkv, output, gate_up, down or head."""
 
     multiprocessors: int
     tilings: dict[str, Tiling] = field(default_factory=dict)  # where `tiling.choose` is not to decide
@@ -161,7 +161,6 @@ class ChainPlan:
     within_top: bool = False  # and where rows need no others than those of `SampledRow.within_top`
 
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
-        """Returns the tiling of one product."""
         found = self.tilings.get(stage)
         if found is not None:
             return found
@@ -173,7 +172,7 @@ class ChainPlan:
         return replace(found, window=1) if stage == "down" and found.whole and short else found
 
     def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
-        """The head and its copy; as many bytes of the copy under way as of the plain head."""
+        """As many bytes of the copy are under way as of the plain head."""
         plain = self.tiling("head", head)
         how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps)
         size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
@@ -191,9 +190,8 @@ def prepare_step(
     layers: tuple[Launch, ...] | None = None,
 ) -> tuple[Launch, ...]:
     """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
-    head chooses for all, and the step is shorter. `ending`: what takes the chosen tokens over and lays out the next
-    ones, where that is not `advance`. `layers`: by `prepare_layers`, which steps that choose in several ways have in
-    common. Raises BuildError."""
+    head chooses for all. `ending` takes the chosen tokens over and lays out the next ones instead of `advance`.
+    `layers`: by `prepare_layers`, shared by steps that choose in several ways. Raises BuildError."""
     rest = _choosing(library, weights, buffers, plan, sampled, ending)
     layers = layers or prepare_layers(library, weights, buffers, plan)
     return (*layers, *_chained(rest, plan, plan.trigger))
@@ -222,7 +220,7 @@ def _chained(stages: Iterable[Launch], plan: ChainPlan, first: Trigger) -> tuple
 
 
 def prepare_start(library: Kernels, weights: StepWeights, buffers: StepBuffers) -> Launch:
-    """Embeds the tokens that the host has placed; to be enqueued before the first step that feeds them."""
+    """Embeds the tokens that the host has placed, before the first step that feeds them."""
     return tokens.start(library, buffers.progress, buffers.places, first_norm(weights, buffers))
 
 
@@ -234,14 +232,13 @@ def prepare_first(
     plan: ChainPlan,
     sampled: Sampling | None = None,
 ) -> tuple[Launch, ...]:
-    """Returns the launches that choose the token behind a chunk as a step of one row does. Raises BuildError."""
+    """Chooses the token behind a chunk as a step of one row does. Raises BuildError."""
     rest = [one.with_trigger(plan.trigger) for one in _choosing(library, weights, buffers, plan, sampled)]
     take = tokens.take(library, fed, weights.final_gain, buffers.stream)
     return take, *(rest if plan.dependent else [one.alone() for one in rest])
 
 
 def first_norm(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
-    """Where a step's tokens are laid out."""
     return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
 
 

@@ -1,7 +1,7 @@
 """The walk over the layers for a few tokens on a CPU: in C, one call for all layers and one for the head.
 
-Each token stands for itself: at its position, over the keys that its sequence has up to there, its own and those of
-the step included. So rows of one token, drafts and short pieces of a prompt are all the same here.
+Each token stands for itself: at its position, over its sequence's keys up to there, its own and those of the step
+included. So rows of one token, drafts and short pieces of a prompt are all the same here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ _long = ctypes.c_long
 
 
 def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
-    """Why this walk cannot be had for weights placed so, or None."""
     if placement.device.type != "cpu":
         return "the walk in C is for CPUs"
     if placement.products is None:
@@ -104,7 +103,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(slots=True)
 class _KeptStructures:
-    """Structures that C reads, and the tensors made for it: they live as long as the model."""
+    """Structures that C reads, and their tensors, live as long as the model."""
 
     kept: list[object] = field(default_factory=list)
 
@@ -122,7 +121,7 @@ class _KeptStructures:
         return _WalkLinear(parts, None if bias is None else bias.data_ptr(), len(flat), inputs, outputs)
 
     def floats(self, tensor: torch.Tensor) -> int:
-        """Returns the address of contiguous float32 numbers."""
+        """The address of contiguous float32 numbers."""
         if tensor.dtype != torch.float32 or not tensor.is_contiguous():
             tensor = tensor.float().contiguous()
         self.kept.append(tensor)
@@ -130,10 +129,10 @@ class _KeptStructures:
 
 
 class FewRows:
-    """Walks over the layers of a model in the form that `walk.c` reads. Its weights must stay where they are."""
+    """The weights, in the form that `walk.c` reads, must stay where they are."""
 
     def __init__(self, config: ModelConfig, weights: Weights, angles: torch.Tensor, products: CpuProducts) -> None:
-        """angles: float32 [positions, 2, head_dim]. Describes the model to the library. Raises NotWalkable."""
+        """angles: float32 [positions, 2, head_dim]. Raises NotWalkable."""
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
@@ -170,7 +169,6 @@ class FewRows:
         )
 
     def takes(self, spans: Sequence[RowSpan], cache: KvCache) -> bool:
-        """Whether a step of these spans is this walk's."""
         tokens = sum(span.count for span in spans)
         splits = _last(spans) // SPLIT + 1
         few = tokens <= MOST_ROWS and tokens * splits * self._most_heads <= self._most_units

@@ -1,5 +1,5 @@
 """The forward pass of many tokens on a GPU as launches: products by cuBLAS or by our own kernel, and between them the
-kernels of `engine.kernels.prefill`. What its tokens attend to is the caller's business."""
+kernels of `engine.kernels.prefill`. The caller decides what its tokens attend to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.model.weights import Layer
 
 
 class Loaded(Protocol):
-    """What the walk reads of the `Parts` of `engine.execution`."""
+    """Parts of `engine.execution`'s `Parts` that the walk reads."""
 
     @property
     def model(self) -> Transformer: ...
@@ -46,7 +46,7 @@ class Loaded(Protocol):
 
 
 def why_not(parts: Loaded) -> str | None:
-    """Why this model cannot be computed so on this machine, or None."""
+    """Why this model cannot be computed so on this machine."""
     model = parts.model
     config, placement = model.config, model.placement
     objection = why_no_gpu(placement.device)
@@ -64,7 +64,6 @@ def why_not(parts: Loaded) -> str | None:
 
 
 def heads_of(parts: Loaded) -> Heads:
-    """Returns the layout of the model's heads."""
     config = parts.model.config
     return Heads(config.heads, config.kv_heads, config.head_dim, config.qk_norm)
 
@@ -82,11 +81,10 @@ class Buffers:
 
     @property
     def carried(self) -> ops.Carried:
-        """Into a layer's attention."""
         return ops.Carried(self.residual, self.queries)
 
     def first(self, size: int) -> Buffers:
-        """Returns the front, for `size` tokens."""
+        """The front, for `size` tokens."""
         return Buffers(
             self.residual[:size],
             self.x[:size],
@@ -119,7 +117,7 @@ class ForwardPass:
     """The pass of one model, for these sizes, with their buffers."""
 
     def __init__(self, parts: Loaded, sizes: Iterable[int], ends: int = 0) -> None:
-        """`ends`: the most chunks of a pass of which the last tokens alone are wanted."""
+        """`ends`: the most chunks of a pass whose last tokens alone are wanted."""
         self._parts = parts
         self.library: Kernels = parts.kernels
         self.gpu = self.library.gpu
@@ -135,7 +133,7 @@ class ForwardPass:
         self._attention = tuple(self._layer_attention(index) for index in range(parts.model.config.layers))
 
     def _room(self, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Returns memory for any product of these numbers of tokens."""
+        """Memory for any product of these numbers of tokens."""
         layers = self._parts.model.weights.layers
         most = max(self.products.layer_bytes(layer, size) for size in sizes if size for layer in layers)
         return torch.zeros(most, dtype=torch.uint8, device=self._parts.model.placement.device)
@@ -168,12 +166,12 @@ class ForwardPass:
         )
 
     def go(self, launch: Launch) -> None:
-        """Enqueues it; it starts while what precedes it ends, where the GPU can do that."""
+        """The launch starts while its predecessor ends, where the GPU can do that."""
         self.launcher.enqueue((launch if self.overlap else launch.alone(),))
 
     def enqueue(self, chunk: ops.Chunk, attention: TokenAttention, ends: Ends | None = None) -> torch.Tensor:
-        """The pass of `chunk.size` tokens; the normed hidden states bfloat16 [tokens, hidden]. Where `ends` are named,
-        theirs: of the last layer the others need keys and values alone."""
+        """Normed hidden states bfloat16 [tokens, hidden], or of `ends` alone, for which the last layer computes only
+        keys and values of the other tokens."""
         weights, buffers = self._parts.model.weights, self.buffers.first(chunk.size)
         gains = [layer.input_norm.weight for layer in weights.layers] + [weights.norm.weight]
         readers: list[Linear | None] = [layer.qkv for layer in weights.layers[1:]] + [None]
@@ -201,13 +199,13 @@ class ForwardPass:
         return ops.ProductParts(room.unsqueeze(0))
 
     def _stream(self, buffers: Buffers, reader: Linear | None) -> ops.Stream:
-        """As the linear that reads its norm wants it; None: plain."""
+        """In the order of the linear that reads its norm; None: plain."""
         tokens, eps = buffers.x.shape[0], self.embedding.eps
         order = Format.BF16 if reader is None else self.products.order(reader, tokens)
         return ops.Stream(buffers.residual, buffers.x, eps, order)
 
     def _attend_and_gate(self, layer: Layer, own: LayerAttention, attention: TokenAttention, buffers: Buffers) -> None:
-        """A layer from its queries to what its last product reads."""
+        """From a layer's queries to what its last product reads."""
         library, products, room = self.library, self.products, buffers.product
         tokens = buffers.x.shape[0]
         self.go(attention.attend(own, buffers.queries, buffers.attended, products.order(layer.output, tokens)))

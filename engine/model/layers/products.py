@@ -19,7 +19,6 @@ from engine.model.weights import Layer
 
 
 def why_not(linear: Linear) -> str | None:
-    """Why there is no product with it, or None."""
     if isinstance(linear, DenseLinear):
         return None
     if isinstance(linear, CudaLinear):
@@ -28,7 +27,7 @@ def why_not(linear: Linear) -> str | None:
 
 
 class Products:
-    """Multiplies a chunk by any linear, into a buffer that all products share."""
+    """Multiplies into a buffer that all products share."""
 
     def __init__(
         self,
@@ -48,14 +47,13 @@ class Products:
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}  # by address; few
 
     def order(self, linear: Linear, tokens: int) -> Format:
-        """How the columns of what it multiplies are to lie."""
+        """The columns' order of what the linear multiplies."""
         linear = self._plain.of(linear, tokens)
         if not isinstance(linear, CudaLinear):
             return Format.BF16
         return many.order(linear.matrix, many.divide(linear.matrix, tokens, self._gpu))
 
     def bytes_of(self, linear: Linear, tokens: int) -> int:
-        """Returns the bytes that the product of `tokens` tokens takes."""
         linear = self._plain.of(linear, tokens)
         if isinstance(linear, CudaLinear):
             slices = many.divide(linear.matrix, tokens, self._gpu).slices
@@ -100,14 +98,13 @@ class Products:
             self._enqueue(plain_product.plain_product(self._library, x, dense.weight, inner, own, gated=True))
 
     def layer_bytes(self, layer: Layer, tokens: int) -> int:
-        """Returns the bytes that the product of `tokens` tokens takes."""
         left = [layer.qkv, layer.output, layer.down]
         if self._gating(layer.gate_up, tokens, self.order(layer.down, tokens)) is None:
             left.append(layer.gate_up)
         return max(self.bytes_of(linear, tokens) for linear in left)
 
     def _gating(self, linear: Linear, tokens: int, order: Format) -> DenseLinear | None:
-        """Where product and gate are one kernel, which leaves its columns as they come: what it multiplies by."""
+        """The weight where product and gate are one kernel, which leaves its columns as they come."""
         linear = self._plain.of(linear, tokens)
         if order is not Format.BF16 or not isinstance(linear, DenseLinear) or linear.bias is not None:
             return None
@@ -117,7 +114,7 @@ class Products:
     def _of_few(
         self, dense: DenseLinear, tokens: int, most_slices: int, *, gated: bool = False
     ) -> plain_product.Division | None:
-        """How our own kernel multiplies so few tokens; None: it does not."""
+        """None where our own kernel does not multiply so few tokens."""
         weight = dense.weight
         if dense.bias is not None or plain_product.why_not(weight, tokens, self._gpu, gated=gated) is not None:
             return None
@@ -135,13 +132,12 @@ class Products:
         return ops.ProductParts(out, linear.bias)
 
     def _results(self, room: torch.Tensor, slices: int, tokens: int, rows: int) -> torch.Tensor:
-        """The front of the room, for a product's results as `ops.ProductParts` has them."""
         if slices == 1:
             return self._view(room, (tokens, rows), torch.bfloat16)
         return self._view(room, (slices, tokens, rows), torch.float32)
 
     def _view(self, room: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The front of the room. Made once, since a start asks for each some hundred times."""
+        """Made once, since a start asks for each view some hundred times."""
         if room.is_meta:
             return _front(room, shape, dtype)
         key = room.data_ptr(), shape, dtype
@@ -158,7 +154,6 @@ class Products:
 
 
 def _bytes(slices: int, tokens: int, rows: int) -> int:
-    """Returns the bytes of a product's results, as `ops.ProductParts` has them."""
     return tokens * rows * (2 if slices == 1 else 4 * slices)
 
 

@@ -1,8 +1,5 @@
-"""Admits requests by live names, tenants' quotas, drain, and a bound on all live requests. `admission_slots` bounds
-what the engine runs.
-
-A request holds a ticket from the first look at it until its end; the table of tickets is the list of live requests.
-"""
+"""Admits requests by live names, quotas, drain, and a bound on all live requests. The table of tickets is the list of
+live requests; `admission_slots` bounds what the engine runs."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ _MOST_LOOKUPS = 512  # requests that are tokenized or ask the caches; more only 
 
 @dataclass(frozen=True, slots=True)
 class TenantUse:
-    """Use of one tenant that the operator wants named in metrics."""
-
     tenant: str
     live: int  # requests
     tokens_left: float | None  # negative: to be paid back; None: without a quota
@@ -41,7 +36,7 @@ class Abortable(Protocol):
 
 
 class Ticket:
-    """Represents one live request. Leaving the `with` block ends it."""
+    """A live request, until its `with` block ends."""
 
     def __init__(self, owner: Admission, tenant: str, request_id: str, since: float, answers: int) -> None:
         self._owner = owner
@@ -62,7 +57,6 @@ class Ticket:
         self._owner.leave(self)
 
     def lookup_ended(self) -> None:
-        """Marks that the caches' result for the request is known."""
         if self.in_lookup:
             self.in_lookup = False
             self._owner.lookup_ended()
@@ -80,8 +74,6 @@ class Ticket:
 
 
 class Admission:
-    """Holds the table of live requests and the limits on it."""
-
     def __init__(
         self,
         limits: LimitOptions,
@@ -109,13 +101,12 @@ class Admission:
 
     @property
     def uses(self) -> tuple[TenantUse, ...]:
-        """Returns the use of tenants that the tenants file allows to be named."""
         quotas = self.quotas
         return tuple(TenantUse(name, self._tenants[name], quotas.left(name)) for name in quotas.in_metrics)
 
     @property
     def in_lookup(self) -> int:
-        """Returns how many live requests may still be answered from a cache."""
+        """How many live requests a cache may still answer."""
         return self._in_lookup
 
     @property
@@ -127,8 +118,8 @@ class Admission:
             self.slots.check_unread(tenant)
 
     def admit(self, tenant: str, request_id: str | None, deadline: float | None, answers: int = 1) -> Ticket:
-        """Adds a ticket to the table. Without a request id, `abort` cannot reach it. Raises Draining, DuplicateRequest,
-        DeadlineExceeded or Overloaded."""
+        """Without a request id, `abort` cannot reach the request. Raises Draining, DuplicateRequest, DeadlineExceeded
+        or Overloaded."""
         if self._draining:
             self.slots.refusals[Reason.DRAINING] += 1
             raise Draining(_DRAIN_RETRY * random.uniform(1.0, 1.5))
@@ -166,7 +157,6 @@ class Admission:
             self._idle.set()
 
     def abort(self, tenant: str, request_id: str, reason: str) -> None:
-        """Ends a live request. Raises UnknownRequest."""
         ticket = self._live.get((tenant, request_id))
         if ticket is None:
             raise UnknownRequest(request_id)
@@ -179,7 +169,7 @@ class Admission:
         self._draining = False
 
     async def idle(self, within: float | None) -> int:
-        """Waits until nothing is live, `within` seconds at most. Returns what is live then."""
+        """Returns how many requests are still live, after `within` seconds at most."""
         try:
             async with asyncio.timeout(within):
                 await self._idle.wait()

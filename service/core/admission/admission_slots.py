@@ -1,7 +1,4 @@
-"""Grants admission slots: one for each generation that runs or waits in the engine.
-
-An answer from a cache needs no slot, nor does a request that follows another one's generation.
-"""
+"""Grants admission slots: one for each generation that runs or waits in the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _READ_RATE = 128.0  # and per second; of more than those the front would do noth
 
 
 class _Recent:
-    """Measures how often something happened lately; the given number a second is forgotten."""
+    """Counts events, of which `rate` a second are forgotten."""
 
     __slots__ = ("_at", "_clock", "_count", "_rate")
 
@@ -48,8 +45,6 @@ class _Recent:
 
 
 class AdmissionSlot:
-    """One granted slot. Leaving the `with` block gives it back."""
-
     __slots__ = ("_owner", "_waiting", "given_back", "unqueued_since")
 
     def __init__(self, owner: AdmissionSlots, waiting: Waiting, unqueued_since: float | None) -> None:
@@ -64,8 +59,8 @@ class AdmissionSlot:
         return 0.0 if self._waiting is None else self._waiting.forward
 
     def on_evict(self, evict: Callable[[Overloaded], None]) -> None:
-        """Sets a callback that is called at most once, while the request waits, to make room for another tenant. The
-        slot has been given back by then."""
+        """Calls `evict` at most once, the slot already given back, where the waiting request makes room for another
+        tenant."""
         if self._waiting is not None:
             self._waiting.evict = evict
 
@@ -80,15 +75,13 @@ class AdmissionSlot:
             self._owner.leave(self)
 
     def start(self) -> None:
-        """Marks the first token: the request no longer waits."""
+        """Marks the first token."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._owner.started(waiting)
 
 
 class AdmissionSlots:
-    """Limits generations to those that run at once and those that may wait."""
-
     def __init__(
         self,
         limits: LimitOptions,
@@ -114,17 +107,16 @@ class AdmissionSlots:
 
     @property
     def waiting(self) -> int:
-        """Returns how many generations have no first token yet."""
+        """Generations without a first token."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Returns how many generations have a first token."""
+        """Generations with a first token."""
         return self._taken - len(self._queue)
 
     @property
     def capacity(self) -> int:
-        """Returns how many sequences run at once."""
         return self._capacity()
 
     @property
@@ -137,29 +129,26 @@ class AdmissionSlots:
 
     @property
     def quiet(self) -> bool:
-        """Whether there is room for work without a waiting caller: less than half of the capacity is in use."""
+        """Work without a waiting caller has room."""
         return self._taken < max(1, self._capacity() // 2)
 
     @property
     def many_misses(self) -> bool:
-        """Whether the queue is full and enough lookups have missed lately that the next request is refused without
-        one."""
+        """The queue is full, and lookups missed so often lately that the next request gets none."""
         return self.full and self._misses.count >= _MISSES
 
     @property
     def stormed(self) -> bool:
-        """Whether far more requests arrive than can be admitted, so that most of the front's work may be refusals."""
+        """Far more requests arrive than can be admitted."""
         return self._read.count >= _READ / 2
 
     def check_unread(self, tenant: str) -> None:
-        """Raises Overloaded before the request is read, knowing only its tenant, where further requests would be
-        refused in any case."""
+        """Raises Overloaded where any request of the tenant would be refused."""
         if self.full and self._read.count >= _READ and self._queue.longest(tenant, Priority.INTERACTIVE) is None:
             raise self._queue_full()
 
     def check(self, priority: Priority, deadline: float | None, tenant: str = "", after_lookup: bool = False) -> None:
-        """Raises DeadlineExceeded or Overloaded where `take` would now for any prompt. `after_lookup`: the caches had
-        no answer."""
+        """Raises DeadlineExceeded or Overloaded where `take` would now for any prompt."""
         self._check_deadline(priority, deadline, tenant)
         if self.full and self._queue.longest(tenant, priority) is None:
             self._read.add()
@@ -175,8 +164,8 @@ class AdmissionSlots:
         tenant: str = "",
         arrived_at: float | None = None,  # None: now
     ) -> AdmissionSlot:
-        """Raises as `check`, and Overloaded where too many prompt tokens wait already. A prompt that waits alone is
-        never too long. Where there is no room, the tenant that has most waiting gives way to one that has less."""
+        """Raises as `check`, and where too many prompt tokens wait; a prompt that waits alone is never too long. In a
+        full queue, the tenant with most waiting gives way to one with less."""
         self.check(priority, deadline, tenant, after_lookup=True)
         room = self._limits.queued_prompt_tokens
         if tokens and self._queue.tokens > 0 and self._queue.tokens + tokens > room:
@@ -196,8 +185,7 @@ class AdmissionSlots:
         return AdmissionSlot(self, waiting, unqueued_since=None if queued else now)
 
     def patience(self, arrived_at: float, refuse: Callable[[Overloaded], None]) -> asyncio.TimerHandle | None:
-        """Refuses the request when it has waited for too long: to be cancelled when it has its first token. None where
-        it may wait."""
+        """Refuses the request if it waits too long; cancel at the first token. None: no limit."""
         if self._limits.queue_timeout is None:
             return None
         left = max(0.0, arrived_at + self._limits.queue_timeout - self._clock())
@@ -234,7 +222,7 @@ class AdmissionSlots:
         return self.overloaded("too many prompt tokens wait", Reason.QUEUED_TOKENS, self._return_time())
 
     def _return_time(self) -> float:
-        """Returns the seconds until all that wait now have left and the requests refused before have retried."""
+        """Seconds until all that wait now have left and earlier refused requests have retried."""
         now, capacity = self._clock(), max(1, self._capacity())
         interval = self._departures.expected_interval(now, self._stay.mean, capacity)
         queue_time = max(1, self._taken - capacity) * interval

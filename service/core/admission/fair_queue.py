@@ -1,9 +1,7 @@
-"""Orders generations without a first token, and chooses which one is evicted where there is no room.
+"""Orders generations without a first token, and chooses which one is evicted.
 
-The engine orders them by rank alone (arrival, advanced by priority) and knows no tenants, so a tenant with a hundred
-requests would delay all others. Here a new request is advanced so that its tenant's second goes before the third of
-every other tenant, its third before the fourth, and so on. Higher priorities are never overtaken that way, and a single
-tenant is served by rank.
+The engine orders by rank (arrival, advanced by priority) and knows no tenants. Here a tenant's second request is
+advanced before the third of every other, its third before the fourth, and so on, but never before a higher priority.
 """
 
 from __future__ import annotations
@@ -79,15 +77,15 @@ class FairQueue:
             del self._lines[one.tenant]
 
     def ahead(self, tenant: str, priority: Priority) -> int:
-        """Returns how many would be served before a request that arrives now."""
+        """Returns how many would be served before a new request."""
         line = self._lines.get(tenant)
         own = 0 if line is None else line.above(priority)
         others = (min(own + 1, other.above(priority)) for other in self._lines.values() if other is not line)
         return own + sum(others)
 
     def longest(self, tenant: str, priority: Priority) -> Waiting | None:
-        """Returns the newest generation of lowest priority of the tenant that has most waiting, if it must be evicted
-        for one more of this tenant; else the newest of this tenant's own background generations, if any."""
+        """Returns the newest, lowest-priority generation of the tenant with most waiting, if `tenant` may evict it;
+        else the newest of its own background generations, if any."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: len(line.waiting), default=None)
         if most is None:
@@ -99,8 +97,8 @@ class FairQueue:
         return next(iter(self._able(mine, Priority.BACKGROUND)), None)
 
     def heaviest(self, tenant: str, priority: Priority, tokens: int, room: int) -> list[Waiting]:
-        """Returns generations of the tenant with most waiting prompt tokens, newest first, whose eviction leaves at
-        most `room` tokens including the new `tokens`. Empty where that is impossible."""
+        """Chooses evictions, newest first, of the tenant with most waiting prompt tokens, so that at most `room` remain
+        with the new `tokens`. Empty: impossible."""
         mine = self._lines.get(tenant)
         most = max(self._lines.values(), key=lambda line: line.tokens, default=None)
         if most is None or most is mine:
@@ -118,14 +116,13 @@ class FairQueue:
 
     @staticmethod
     def _turn(other: _Line, own: int, priority: Priority) -> float:
-        """Returns the rank just before the one that follows the other tenant's turn, given `own` requests before it."""
+        """The rank just before the other tenant's request number `own` + 2."""
         later = (one.rank for one in islice(other.waiting, own + 1, None) if one.priority <= priority)
         return next(later, float("inf")) - _JUST
 
     @staticmethod
     def _able(line: _Line, priority: Priority) -> list[Waiting]:
-        """Returns the generations that may be evicted for this priority: lowest priority first, newest first within
-        one."""
+        """Generations that this priority may evict: lowest priority first, then newest."""
         able = [one for one in reversed(line.waiting) if one.evict is not None and one.priority <= priority]
         return sorted(able, key=lambda one: one.priority)
 

@@ -12,7 +12,7 @@ _ENOUGH_DEPARTURES = 8  # before that many, nothing is predicted
 
 
 class Departures:
-    """Measures how often a slot becomes free while requests wait for one."""
+    """How often a slot becomes free while requests wait for one."""
 
     def __init__(self) -> None:
         self._mean = 0.0
@@ -22,12 +22,12 @@ class Departures:
 
     @property
     def interval(self) -> float:
-        """Seconds between two departures; 0 while too few were measured."""
+        """Seconds; 0 while too few departures were measured."""
         return self._mean if self._count >= _ENOUGH_DEPARTURES else 0.0
 
     def expected_interval(self, now: float, stay: float, capacity: int) -> float:
-        """Returns the interval, guessed from how long a slot is held while too few were measured. All slots may have
-        been taken at once: while no request leaves, a stay is assumed to last as long as that has."""
+        """Guesses from how long slots are held while too few departures were measured. While no request leaves, a stay
+        is assumed to last as long as that has."""
         waited = 0.0 if self._waited_since is None else now - self._waited_since
         return max(self.interval or stay / capacity, waited / capacity)
 
@@ -36,7 +36,7 @@ class Departures:
             self._waited_since = now
 
     def departure(self, now: float, saturated: bool) -> None:
-        """Counts a departure. Only intervals during which a request waited are measured."""
+        """Measures only intervals during which a request waited."""
         if saturated and self._last is not None:
             self._mean = smoothed(self._mean, now - self._last, first=self._count == 0)
             self._count += 1
@@ -54,15 +54,14 @@ class RequestDuration:
 
 
 class Returns:
-    """Spreads the retry times of refused callers over the room that the queue will have. With one common time they
-    would arrive together and all but one be refused again."""
+    """Spreads retry times over the room that the queue will have, since callers that return together are refused
+    together."""
 
     def __init__(self) -> None:
         self._last = 0.0  # of the latest hint, on the caller's clock
 
     def next(self, now: float, queue_time: float, interval: float, stay: float) -> float:
-        """Returns the seconds until the next retry. Not every caller retries, so none waits for more than ten further
-        stays."""
+        """Seconds, at most ten stays beyond `queue_time`, since not every caller retries."""
         latest = queue_time + _STAYS_AHEAD * stay
         self._last = max(self._last, now + queue_time - interval) + interval
         self._last = min(self._last, now + latest)
@@ -70,11 +69,10 @@ class Returns:
 
 
 def retry_hint(queue_time: float) -> float:
-    """Returns seconds for a caller that finds a queue of `queue_time`: somewhere in its second half, so that refused
-    callers do not return at once and the queue does not run empty."""
+    """Seconds in the second half of `queue_time`, so that callers neither return at once nor find the queue empty."""
     return min(_LONGEST_HINT, max(2 * _SHORTEST_HINT, queue_time)) * random.uniform(0.5, 1.0)
 
 
 def smoothed(mean: float, newest: float, first: bool) -> float:
-    """Returns the mean with a weight of a tenth for the newest value."""
+    """The newest value weighs a tenth."""
     return newest if first else mean + _SMOOTHING * (newest - mean)

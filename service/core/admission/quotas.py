@@ -1,8 +1,7 @@
-"""Limits the tokens that a tenant may use with one bucket each, filled at the rate of the quota.
+"""Limits a tenant's tokens, fed and generated, with a bucket that fills at the quota's rate.
 
-Tokens fed and generated are taken as they occur; answers from caches cost nothing. A request begins while the bucket
-has more than live requests are expected to take, and then runs to its end: so the bucket may fall below zero, and
-nothing begins until it is repaid. The expectation is what the tenant's requests took so far.
+A request begins while the bucket holds more than live requests are expected to take, and then runs to its end: the
+bucket may fall below zero, and no request begins until it is repaid.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ _MANY = 4096  # accounts; beyond it, those are forgotten that are as if they wer
 
 
 class Bill:
-    """Charges one request. Leaving the `with` block marks its end; a generation that continues for others is charged
-    nonetheless."""
+    """Charges one request until its `with` block ends; a generation that continues for others is still charged."""
 
     __slots__ = ("_account", "_expected", "_taken")
 
@@ -58,7 +56,7 @@ FREE = Bill()
 
 
 class Account:
-    """One tenant's bucket in this server. It enforces the whole quota even if other servers do too."""
+    """A tenant's bucket in this server, whatever other servers enforce."""
 
     def __init__(self, policy: TenantPolicy, shared: SharedQuota | None, clock: Callable[[], float]) -> None:
         self.shared = shared
@@ -69,7 +67,7 @@ class Account:
         self._mean: float | None = None  # tokens of a request
 
     async def open(self, size: BucketSize) -> tuple[Bill, float]:
-        """Returns a bill, and how many tokens were lacking; where any were, the bill is free."""
+        """Returns a bill, free where tokens are lacking, and their number."""
         more = _FIRST_GUESS * min(size.most, 60 * size.per_second) if self._mean is None else self._mean
         lacking = self._lacking(size)
         if not lacking and self.shared is not None:
@@ -80,7 +78,7 @@ class Account:
         return Bill(self, more), 0.0
 
     def left(self, size: BucketSize) -> float:
-        """Tokens in the bucket; negative where tokens must be repaid."""
+        """Negative where tokens must be repaid."""
         now = self._clock()
         self._level = min(size.most, self._level + size.per_second * (now - self._filled_at))
         self._filled_at = now
@@ -91,14 +89,14 @@ class Account:
         return not self._held and self.left(size) >= size.most and (self.shared is None or self.shared.idle)
 
     def charge(self, tokens: int, held: float) -> None:
-        """Charges tokens; `held` of them were reserved for the request."""
+        """Charges tokens, `held` of which were reserved for the request."""
         self._level -= tokens
         if self.shared is not None:
             self.shared.used(tokens)
         self._hold(-held)
 
     def release(self, held: float, taken: int) -> None:
-        """Releases what is still reserved for a request that has ended and took `taken`."""
+        """Releases what is left of an ended request's reserve, and learns from `taken`."""
         if taken:
             self._mean = smoothed(self._mean or 0.0, taken, first=self._mean is None)
         self._hold(-held)
@@ -131,7 +129,6 @@ class Quotas:
         return self._source.policies().of(tenant)
 
     async def open(self, tenant: str) -> Bill:
-        """Opens the bill of a request. Raises Overloaded."""
         size = _size(self.policy(tenant))
         if size is None:
             return FREE
@@ -143,7 +140,7 @@ class Quotas:
         return bill
 
     def left(self, tenant: str) -> float | None:
-        """Tokens that this server would still let the tenant use; None without a limit."""
+        """None for a tenant without a limit."""
         size, account = _size(self.policy(tenant)), self._accounts.get(tenant)
         if size is None:
             return None

@@ -1,8 +1,7 @@
 """Holds one tenant's share of a quota that several servers draw on.
 
-A round trip per request would cost too much, so a server borrows tokens ahead: about a hundredth of the quota, and what
-its live requests are expected to take. It uses nothing else, but for answers that exceed the expectation, which the
-next loan repays. So servers together exceed a quota only by misjudged answers, never by a multiple of it.
+A round trip per request would cost too much, so a server borrows about a hundredth of the quota, and what its live
+requests are expected to take. The next loan repays what answers took beyond: servers exceed a quota only by that.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _LONGEST_EMPTY = 1.0  # the same: by then the file may allow more, or another se
 
 
 class SharedQuota:
-    """Tokens that this server has borrowed. Used from one event loop."""
+    """Tokens borrowed by this server. Used from one event loop."""
 
     def __init__(self, tenant: str, buckets: SharedBuckets, clock: Callable[[], float]) -> None:
         self._tenant = tenant
@@ -41,12 +40,11 @@ class SharedQuota:
 
     @property
     def idle(self) -> bool:
-        """Whether forgetting it loses nothing."""
         return self._loan is None and self._timer is None and self._credit >= 0
 
     async def lacking(self, size: BucketSize, more: float) -> float:
-        """Returns how many tokens are lacking for one more request: 0 where it may begin, or where the store does not
-        answer in time. It is expected to take `more`, which the caller must record at once with `expect`."""
+        """Returns the tokens lacking for one more request; 0, too, where the store does not answer in time. The caller
+        must `expect` its tokens at once."""
         self._size = size
         self._spare = max(1.0, _SHARE * min(size.most, 60 * size.per_second))
         until = self._clock() + self._buckets.budget
@@ -62,12 +60,11 @@ class SharedQuota:
             self._coming -= more
 
     def expect(self, tokens: float) -> None:
-        """Adds to what live requests are still expected to take."""
         self._expected = tokens
         self._soon()
 
     def used(self, tokens: float) -> None:
-        """Records use. While the store is down, tokens count in the server's own bucket alone."""
+        """While the store is down, tokens count in the server's own bucket alone."""
         if not self._down_until or self._clock() >= self._down_until:
             self._credit -= tokens
 
@@ -78,7 +75,7 @@ class SharedQuota:
             self._loan.cancel()
 
     def _lacking(self) -> float | None:
-        """Implements `lacking`. None: a loan is needed first."""
+        """None: a loan is needed first."""
         now = self._clock()
         if now < self._down_until:
             return 0.0
@@ -90,7 +87,6 @@ class SharedQuota:
         return max(1.0, self._owed - room) if now < self._empty_until else None
 
     def _soon(self) -> None:
-        """Borrows, pays or gives back within a moment, if that is worth it."""
         room = self._credit - self._expected
         if self._spare / 2 <= room <= 3 * self._spare or self._timer is not None or self._loan is not None:
             return  # as for nearly every token

@@ -13,7 +13,7 @@ PRIORITIES: Mapping[str, Priority] = {one.name.lower(): one for one in Priority}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantPolicy:
-    """One entry of the tenants file. The defaults set no limits."""
+    """The defaults set no limits."""
 
     tokens_per_minute: int | None = None  # of prompts and answers; None: no quota
     burst: int | None = None  # tokens that can be saved up; None: a minute's
@@ -49,8 +49,6 @@ class PolicySource(Protocol):
 
 
 class NoPolicies:
-    """Provides policies without any limit."""
-
     def __init__(self) -> None:
         self._none = TenantPolicies()
 

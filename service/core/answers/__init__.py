@@ -1,1 +1,1 @@
-"""Obtains an answer from a cache, a generation that is shared, or the engine."""
+"""Obtains an answer from a cache, a shared generation, or the engine."""

@@ -1,5 +1,4 @@
-"""Opens the caches for the engine's model, asks them in order, and gives them what was generated. Owns what runs beside
-requests: learning, storing, auditing."""
+"""Opens the caches of the engine's model, asks them in order, and learns, stores and audits beside requests."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ _EXTRA = "in a checkout pip install -e '.[embed]', for a wheel pip install 'FILE
 
 
 def checked(options: CacheOptions) -> CacheOptions:
-    """Returns the options, without the semantic cache where its parts are not installed and the settings do not require
-    it. Raises BadSettings for options that can never work."""
+    """Drops a semantic cache that is neither installed nor required. Raises BadSettings for options that can never
+    work."""
     if options.key_file is not None:
         try:
             check_key_file(options.key_file)
@@ -42,7 +41,7 @@ def checked(options: CacheOptions) -> CacheOptions:
 
 
 def _check_redis(options: CacheOptions) -> None:
-    """Raises BadSettings. Does not connect: a server starts without its Redis."""
+    """Does not connect: a server starts without its Redis."""
     named = {name: getattr(options, f"redis_{name}_file") for name in ("password", "ca", "cert", "key")}
     for name, path in (named | {"sentinel-password": options.redis_sentinel_password_file}).items():
         if path is not None and not path.is_file():
@@ -61,8 +60,6 @@ def _check_redis(options: CacheOptions) -> None:
 
 
 class AnswerCaches:
-    """Holds the caches of the current model; another model or version has others."""
-
     def __init__(
         self,
         options: CacheOptions,
@@ -80,7 +77,7 @@ class AnswerCaches:
         self._beside: set[asyncio.Task[None]] = set()
 
     def now(self) -> Caches | None:
-        """Returns None until the engine was ready once."""
+        """None until the engine was ready once."""
         info = self._engine.info
         if info is None:
             return None
@@ -89,8 +86,7 @@ class AnswerCaches:
         return self._open[2]
 
     def change(self, options: CacheOptions, wanted_mode: Mode | None = None) -> None:
-        """Takes over what can change while requests are served: how long answers are kept, and the semantic cache's
-        mode and bounds."""
+        """Takes over what can change live: ages, and the semantic cache's mode and bounds."""
         semantic, now = options.front().semantic, self._settings
         self._lacking = wanted_mode not in (None, semantic.mode)
         self.semantic_mode = semantic.mode
@@ -103,18 +99,18 @@ class AnswerCaches:
             self._open[2].change(self._settings)
 
     def unused(self) -> dict[str, str]:
-        """Returns why a cache that is turned on does nothing now, keyed by the name of its switch."""
+        """Why a cache that is on does nothing now, by its switch."""
         reason = "" if self._open is None else self._open[2].why_no_semantic
         if self.semantic_mode is Mode.OFF:
             reason = f"it lacks packages: {_EXTRA}" if self._lacking else "cache.semantic.mode is off"
         return {"semantic_cache": reason} if reason else {}
 
     def buckets(self) -> SharedBuckets | None:
-        """Buckets for quotas in the same Redis; None without Redis."""
+        """Quotas' buckets in the same Redis; None without Redis."""
         return open_buckets(self._settings, self.counters)
 
     def counts(self) -> dict[tuple[str, str], int]:
-        """Counts of the caches since the start, and of the shared tier since the engine's start."""
+        """Counts since the start; the shared tier's, since the engine's start."""
         return {**self.counters.counts(), **{(event, label): count for event, label, count in self._tier.counts}}
 
     def times(self) -> dict[str, Times]:
@@ -130,11 +126,11 @@ class AnswerCaches:
         return ours | dict(self._tier.breakers)
 
     def held(self) -> dict[str, int]:
-        """Bytes held in this process, by holder."""
+        """Bytes in this process, by holder."""
         return {} if self._open is None else self._open[2].held
 
     def beside(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Runs it off every request's path. Dropped where too much runs already."""
+        """Runs work off every request's path; drops it where too much runs already."""
         if len(self._beside) >= _MOST_BESIDE:
             self.counters.count("cache_dropped", name)
             return

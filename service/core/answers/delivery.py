@@ -1,10 +1,7 @@
-"""Cuts an answer into messages: how many tokens one holds, how long one may wait, and that only one is sent at a time.
+"""Cuts an answer into messages and sends one at a time to the protocol's `Outlet`, which knows the wire's form.
 
-The protocol provides an `Outlet`, which knows the wire's form.
-
-A message costs a front several times what a token does. So a caller that sets no size gets each token at once while few
-streams run. While many do, a token waits for others of its stream, longer with more streams, and a message holds all
-that has arrived by its turn.
+A message costs a front several times what a token does. So with few streams a caller gets each token at once; with
+many, a token waits for others of its stream, and a message holds all that has arrived.
 """
 
 from __future__ import annotations
@@ -31,16 +28,15 @@ _WHOLE_WITH_STOPS = Delivery(16, 0.02)  # what is generated beyond a match is fo
 
 
 def coalescing_delay(streams: int, most: float, stormed: bool) -> float:
-    """Returns the seconds that a token waits for others of its stream, `most` at most: all streams together send at
-    most ten thousand messages a second, which a front can manage, and a quarter of that while it is `stormed`."""
+    """Seconds that a token waits for others of its stream, so that all streams send at most ten thousand messages a
+    second, or a quarter of that while `stormed`."""
     if streams <= MANY:
         return 0.0
     return min(most, min(_LONGEST, _A_STREAM * streams) * (_STORMED if stormed else 1))
 
 
 class AnswerMessage(msgspec.Struct):
-    """One message of an answer. Ids are present if they or their log-probabilities are to be sent. A struct, since a
-    named tuple takes twice as long to make."""
+    """Has ids if they or their log-probabilities are to be sent. A named tuple would take twice as long to make."""
 
     text: str
     token_ids: Sequence[int]
@@ -57,7 +53,7 @@ class AnswerMessage(msgspec.Struct):
 
 class Outlet(Protocol):
     async def begin(self, prompt: PromptFacts) -> None:
-        """Is called once, before the first message: headers leave, and no other server can be asked any more."""
+        """Called once, before the first message: headers leave, and no other server can be asked any more."""
 
     def send(self, message: AnswerMessage) -> Awaitable[None]:
         """Returns once the transport has taken the message, so that a slow reader slows the answer. Called one at a
@@ -67,11 +63,11 @@ class Outlet(Protocol):
 class Sink(Protocol):
     @property
     def batch(self) -> Delivery:
-        """Returns how many tokens, or which age of the first one, wake the reader of the engine's stream."""
+        """Tokens, or age of the first, that wake the reader of the engine's stream."""
 
     @property
     def limit(self) -> int:
-        """Tokens that a message never exceeds. Larger parts have cuts."""
+        """Most tokens of a message. Larger parts have cuts."""
 
     @property
     def room(self) -> int:
@@ -81,23 +77,23 @@ class Sink(Protocol):
         pass
 
     async def score(self, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
-        """Takes log-probabilities of the prompt's next tokens, before any piece."""
+        """Takes log-probabilities of the prompt, before any piece."""
 
     def add(self, text: str, ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> bool:
-        """Takes a piece. True where it is time to flush."""
+        """Returns whether it is time to flush."""
 
     def flush(self) -> Awaitable[None]:
-        """Sends what there is, if that is anything."""
+        pass
 
     async def end(self, ending: Ending) -> None:
-        """Sends the last message: what is left, and the ending."""
+        """Sends what is left, and the ending."""
 
     def close(self) -> None:
         pass
 
 
 class Whole:
-    """Sends the one message of a unary answer. Headers come with it, since until then another server could be asked."""
+    """Sends a unary answer, headers with it, since until then another server could be asked."""
 
     def __init__(self, outlet: Outlet, request: Request) -> None:
         self.batch = _WHOLE_WITH_STOPS if request.stops.strings else _WHOLE
@@ -150,8 +146,7 @@ class Whole:
 
 class Messages:
     def __init__(self, outlet: Outlet, request: Request, gather: bool, live: Callable[[], int]) -> None:
-        """`gather`: the answer's source does not batch tokens, so that they wait here for their message to fill.
-        `live`: how many requests there are."""
+        """`gather`: the source does not batch tokens, so messages fill here."""
         # An answer that a stop string may end is read token by token, and waits here too.
         stops = request.stops.strings
         self.batch = Delivery(1, 0.0, request.delivery.coalescing_delay) if stops else request.delivery

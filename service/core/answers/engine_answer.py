@@ -1,4 +1,4 @@
-"""Generates the answer for this request. Token ids become text here, once, however many readers there are."""
+"""Generates the answer for this request, and its text, once for all readers."""
 
 from __future__ import annotations
 
@@ -33,21 +33,19 @@ from service.core.text import Detokenizer
 
 class Detokenizers(Protocol):
     def detokenizer(self, request: Request) -> Detokenizer | None:
-        """Returns None where neither text nor stop strings are requested."""
+        """None where neither text nor stop strings are requested."""
 
     def text_maker(self, request: Request) -> Detokenizer:
-        """Returns a detokenizer for the answer's text, sent or not."""
+        """Makes the answer's text, sent or not."""
 
 
 class CompletionSink(Protocol):
     def take(self, completion: CachedCompletion) -> None:
-        """Takes a complete answer."""
+        pass
 
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """One request of the engine, and the caller that it is generated for."""
-
     request: Request
     engine_request: GenerationRequest
     batch: Delivery
@@ -57,11 +55,8 @@ class Generating:
 
 
 class EngineAnswer:
-    """Implements `cache.api.Generation`, and `AnswerSource` for a request with a single reader.
-
-    Takes an admission slot when it begins, and gives it back with its ending, when it is closed, or when it is refused
-    while it waits.
-    """
+    """Implements `cache.api.Generation`, and `AnswerSource` for a single reader. Holds an admission slot until
+    it ends."""
 
     def __init__(
         self,
@@ -71,7 +66,7 @@ class EngineAnswer:
         work: Generating,
         sink: CompletionSink | None = None,
     ) -> None:
-        """`sink` gets the completion with its text, whether or not the caller wants text."""
+        """`sink` gets the text, whether or not the caller wants it."""
         self.submitted_at: float | None = None
         self.start: Start | None = None
         self.finish: Finish | None = None  # where the engine ended it, and not a stop string
@@ -101,7 +96,7 @@ class EngineAnswer:
         return True
 
     def begin(self) -> TokenStream:
-        """Raises DeadlineExceeded and Overloaded, as LeaderRefused where it is shared, and EngineUnavailable."""
+        """Raises DeadlineExceeded, EngineUnavailable, and Overloaded (LeaderRefused where the answer is shared)."""
         work = self._work
         slot = self._take_slot()
         request = replace(self._request, forward=slot.forward) if slot.forward else self._request
@@ -135,7 +130,6 @@ class EngineAnswer:
             raise
 
     async def __aenter__(self) -> EngineAnswer:
-        """Begins the answer for its single reader. Raises as `begin`."""
         try:
             self.begin()
         except BaseException:
@@ -149,7 +143,7 @@ class EngineAnswer:
         self.close()
 
     async def next(self) -> AnswerPart:
-        """Raises what the engine raises, and what it was refused with."""
+        """Raises what the engine raises, and its own refusal."""
         if self._stream is None:
             self.begin()
             return BEGUN
@@ -196,8 +190,7 @@ class EngineAnswer:
             self._stream.abort(reason)
 
     def refuse(self, error: Overloaded) -> None:
-        """Gives the slot up for another request at once. The reader gets the error, the leader of a shared generation
-        as LeaderRefused."""
+        """Gives the slot up. A leader of a shared generation gets the error as LeaderRefused."""
         self._refusal = LeaderRefused(error) if self._work.shared else error
         self.abort("")
         self._leave()
@@ -233,8 +226,7 @@ class EngineAnswer:
         return AnswerPart(ids, text, None, cuts)
 
     def _last(self, ids: tuple[int, ...], finish: Finish) -> AnswerPart:
-        """Returns the part of the engine's last event. A stop token's id is part of the answer; its text is not, unless
-        requested."""
+        """A stop token's id is part of the answer; its text only if requested."""
         text = ""
         cuts: tuple[int, ...] = ()
         detokenizer = self._detokenizer

@@ -28,7 +28,7 @@ class Flusher:
         self._tenants = tenants
 
     async def flush(self, what: Flush) -> int:
-        """Returns how many answers were dropped. Raises CacheUnavailable, after which some may be left."""
+        """Returns the number dropped. Some may be left after CacheUnavailable."""
         caches = self._caches.now()
         if caches is None:
             raise EngineUnavailable("the engine is loading", _RETRY)

@@ -1,5 +1,4 @@
-"""Chooses the source of an answer: the response cache, the semantic cache, a generation shared with identical requests,
-or the engine alone.
+"""Chooses an answer's source: the response cache, the semantic cache, an identical request's generation, or the engine.
 
 x-cache: `hit-response`, `hit-semantic`; `miss`, asked in vain; `bypass`, two generations may differ or
 log-probabilities are wanted; `off`, not asked.
@@ -65,7 +64,7 @@ class CachePlan:
 
 
 class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of the caches for a request, and the request that the engine would get otherwise."""
+    """The caches' result, and the request that the engine would get."""
 
     request: Request
     engine_request: GenerationRequest
@@ -77,7 +76,7 @@ class CacheFindings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gather(self) -> bool:
-        """Whether parts arrive as small as they were stored or shared, so that messages must gather them."""
+        """Messages must gather parts that are as small as they were stored or shared."""
         return self.shared or self.hit is not None
 
 
@@ -89,8 +88,6 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class _Learner:
-    """Stores a generated answer in the caches, off the request's path."""
-
     caches: AnswerCaches
     plan: CachePlan
     similar: SemanticLookup | None
@@ -99,7 +96,6 @@ class _Learner:
         self.caches.beside(lambda: self._learn(completion), "store")
 
     async def _learn(self, completion: CachedCompletion) -> None:
-        """Lets the semantic cache compare the answer with what it would have answered."""
         plan, similar = self.plan, self.similar
         if plan.response.write:
             await plan.caches.responses.put(plan.question, completion)
@@ -151,8 +147,8 @@ class AnswerSources:
         return cacheable(request) and any(access.read for access in accesses)
 
     async def look(self, request: Request, engine_request: GenerationRequest, origin: Origin) -> CacheFindings:
-        """Asks the caches. Takes no longer than their budget, and the embedder's milliseconds. `engine_request` uses no
-        prefix cache; the findings' own does, in the tenant's partition."""
+        """Takes no longer than the caches' budget and the embedder's milliseconds. The findings' engine request uses
+        the tenant's prefix cache."""
         begun = time.monotonic()
         caches = self._caches.now()
         if caches is None:
@@ -176,9 +172,8 @@ class AnswerSources:
     def open(
         self, found: CacheFindings, origin: Origin, batch: Delivery, limit: int, bill: Bill | None = None
     ) -> AbstractAsyncContextManager[AnswerSource]:
-        """Opens the answer for a reader whose messages hold `limit` tokens. What is generated for it is charged.
-        Leaving the block releases it. Entering raises DeadlineExceeded or Overloaded where it must be generated and
-        there is no slot."""
+        """Opens the answer for messages of `limit` tokens, and charges what is generated for it. Entering raises
+        DeadlineExceeded or Overloaded where generation gets no slot."""
         if found.hit is not None:
             return self._stored(found, found.hit, origin, limit)
         if found.plan is not None and found.shared:
@@ -216,7 +211,7 @@ class AnswerSources:
             yield source
 
     def _lead(self, question: Question, led: Led) -> EngineAnswer:
-        """Publishes this call's generation, so that others may read it, even after it has ended."""
+        """Publishes this call's generation, which others may read even after the call has ended."""
         led.record.span()
         self._leading[question] = led
         return led.answer
@@ -266,7 +261,7 @@ class AnswerSources:
     async def _audit(
         self, request: Request, plan: CachePlan, engine_request: GenerationRequest, similar: SemanticLookup
     ) -> None:
-        """Generates what was served from the cache, to see whether that was right; not while others want the engine."""
+        """Generates what was served from the cache, to compare; not while others want the engine."""
         semantic, turn, counters = plan.caches.semantic, plan.turn, self._caches.counters
         if semantic is None or turn is None:
             return
@@ -292,7 +287,7 @@ class AnswerSources:
 async def _reading(
     parts: AsyncIterator[AnswerPart], own: EngineAnswer | None, origin: Origin, slots: AdmissionSlots | None = None
 ) -> AsyncIterator[SharedAnswer]:
-    """Opens a shared answer. Refused callers must not have received headers, or they do not retry."""
+    """Refused callers must not have received headers, or they do not retry."""
     answer = SharedAnswer(parts, own, origin.deadline, slots, origin.arrived_at)
     try:
         await answer.opened()
@@ -302,14 +297,12 @@ async def _reading(
 
 
 def _shareable(request: Request, plan: CachePlan) -> bool:
-    """Whether this request and identical ones may share a generation."""
     own_way = request.time_budget is not None or request.cache.bypass_prefix
     fresh = request.cache.max_age is not None and request.cache.max_age < LINGER
     return plan.response == _BOTH and not own_way and not fresh
 
 
 def _needs_cuts(found: CacheFindings, hit: CachedCompletion, limit: int, marks: bool) -> bool:
-    """Whether a stored part may have to be cut, for messages of at most `limit` tokens, or for `marks` in its text."""
     sizes = [len(part.token_ids) for part in hit.parts]
     return found.request.output.text and (marks or limit < sum(sizes)) and max(sizes) > 1
 
@@ -321,7 +314,7 @@ def _no_coarser(batch: Delivery, than: Delivery) -> Delivery:
 
 
 def _for_all(request: GenerationRequest) -> GenerationRequest:
-    """Returns the request without a deadline: readers leave when their own time is over."""
+    """Drops the deadline: readers leave when their own time is over."""
     name = f"{request.request_id}+{secrets.token_hex(4)}"
     return replace(request, request_id=name, deadline=None, expires_at=None)
 

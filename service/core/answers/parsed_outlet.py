@@ -1,4 +1,4 @@
-"""Stands before the caller's end of a call, and takes the text of an answer's messages apart."""
+"""Parses the text of an answer's messages on their way to the caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.core.request import PromptFacts
 
 
 class ParsedOutlet:
-    """An outlet that parses the text. A message that is withheld entirely is not sent, unless it has ids."""
+    """Sends no message that is withheld entirely, unless it has ids."""
 
     def __init__(self, outlet: Outlet, parser: AnswerParser) -> None:
         self._outlet = outlet
@@ -39,7 +39,7 @@ class ParsedOutlet:
 
 
 def with_marks(part: AnswerPart, marks: Mapping[int, str]) -> AnswerPart:
-    """Returns the part with marks in its text for tokens without text. It needs `cuts`."""
+    """Adds marks to the text for tokens without text. The part needs `cuts`."""
     ids = part.token_ids
     if marks.keys().isdisjoint(ids):
         return part

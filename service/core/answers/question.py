@@ -1,4 +1,4 @@
-"""Converts a request to the caches' key: what must be equal for two requests to have one answer."""
+"""Converts a request to the caches' key: what must be equal for one answer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ _END = 64  # characters that are looked at: from the first of many, the search w
 
 
 def cacheable(request: Request) -> bool:
-    """Whether every generation gives the same answer, and the answer is all that is sent: greedy, or seeded by the
-    caller, and without log-probabilities."""
+    """Whether all generations answer alike (greedy or seeded) and no log-probabilities are sent."""
     output = request.output
     repeatable = request.sampling.temperature == 0 or (request.seeded and request.answers == 1)
     return repeatable and output.logprobs is None and output.prompt_logprobs is None
 
 
 def question_of(request: Request, engine_request: GenerationRequest, tenant: str) -> Question:
-    """Collects the whole prompt and every resolved value of sampling and stopping."""
     sampling, stops, constraint = engine_request.sampling, request.stops, engine_request.constraint
     return Question(
         tenant=tenant,
@@ -54,9 +52,8 @@ def question_of(request: Request, engine_request: GenerationRequest, tenant: str
 
 
 def turn_of(request: Request, question: Question, caller: str, requested: bool) -> SemanticTurn | None:
-    """Returns the last user turn with the messages before it. Plain text has no turns: it is taken as one where the
-    caller asked for the semantic cache by name, since a text to be continued depends on its last sign or space: that
-    end must be equal."""
+    """Returns the last user turn with the messages before it. Plain text is a turn only where the caller asked for the
+    semantic cache by name; its last sign or space must be equal, since a continuation depends on it."""
     prompt = request.prompt
     if request.constraint is not None:  # what it shapes answers no other words
         return None

@@ -1,7 +1,4 @@
-"""Sends several answers to one prompt through the outlet of one call.
-
-Each is a generation with its own reader; their messages meet here. Where all would be equal, only one is generated.
-"""
+"""Sends several answers to one prompt through one call's outlet. Equal ones are generated once."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _SEEDS = 1 << 64
 
 
 def sibling(request: GenerationRequest, number: int, siblings: int) -> GenerationRequest:
-    """Returns the engine request for answer `number`. The first equals that of a single answer."""
+    """The first sibling equals the request of a single answer."""
     sampling = replace(request.sampling, seed=(request.sampling.seed + number) % _SEEDS)
     return replace(
         request,
@@ -33,7 +30,7 @@ def sibling(request: GenerationRequest, number: int, siblings: int) -> Generatio
 
 
 class MergedOutlet:
-    """Takes one message at a time, in the order in which they were given: no answer holds up another for longer."""
+    """Sends one message at a time, in the order of the calls."""
 
     def __init__(self, outlet: Outlet) -> None:
         self._outlet = outlet
@@ -69,8 +66,6 @@ class _Numbered:
 
 
 class RepeatedOutlet:
-    """Sends every message once for each answer."""
-
     def __init__(self, outlet: Outlet, answers: int) -> None:
         self._outlet = outlet
         self._answers = answers
@@ -99,7 +94,7 @@ class Sources:
 
 
 async def all_of(readings: Iterable[Coroutine[object, object, None]]) -> None:
-    """Returns when each has ended; where one fails the others are cancelled, and its error is raised."""
+    """Where one fails, cancels the others and raises its error."""
     try:
         async with asyncio.TaskGroup() as group:
             for reading in readings:
@@ -123,7 +118,6 @@ def note_all(record: RecordBuilder, parts: list[RecordBuilder]) -> None:
 
 
 def _copied(message: AnswerMessage, number: int) -> AnswerMessage:
-    """Copies the message for another answer, for which nothing was computed."""
     ending = message.ending
     if ending is not None:
         ending = replace(ending, prompt_tokens=0, cached_tokens=0, draft_proposed=0, draft_accepted=0)

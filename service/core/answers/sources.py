@@ -1,4 +1,4 @@
-"""Reads answers in one way, whether from the engine, a shared generation, or a cache."""
+"""Reads answers in one way, whether generated, shared, or from a cache."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _RETRY = 0.5  # seconds
 
 
 class AnswerSource(Protocol):
-    """One reader's answer: ids with their text, up to the stop."""
+    """One reader's answer, up to the stop. The engine's figures are those of a generation for this reader."""
 
     @property
     def generated(self) -> bool:
-        """Whether it is generated for this reader: known once it has ended."""
+        """Known once the answer has ended."""
 
     @property
     def submitted_at(self) -> float | None:
-        """Time of submission to the engine for this reader, on the clock of `time.monotonic`."""
+        """Seconds on the clock of `time.monotonic`."""
 
     @property
     def start(self) -> Start | None:
-        """Start of the engine's sequence, where it is generated for this reader."""
+        pass
 
     @property
     def finish(self) -> Finish | None:
-        """Finish of the engine's sequence, where it is generated for this reader and no stop string ends it."""
+        """None where a stop string ends the answer."""
 
     @property
     def draft_proposed(self) -> int:
-        """Draft tokens verified so far, where it is generated for this reader."""
+        pass
 
     @property
     def draft_accepted(self) -> int:
@@ -47,22 +47,21 @@ class AnswerSource(Protocol):
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the part that `next` returned last, one an id, if requested."""
+        """Belong to the part that `next` returned last, one an id."""
 
     @property
     def prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the prompt's next tokens, from the second on, which came with the part that `next`
-        returned last."""
+        """Belong to the prompt's next tokens, from the second on; they came with the part that `next` returned last."""
 
     async def next(self) -> AnswerPart:
-        """Returns the next part, until one has an ending. Raises what `engine.errors` lists."""
+        """Returns parts until one has an ending. Raises what `engine.errors` lists."""
 
     def abort(self, reason: str) -> None:
         pass
 
 
 class SharedAnswer:
-    """Reads an answer that others may read too, or that is stored. Its deadline or an abort ends this reading alone."""
+    """Reads a shared or stored answer. Its deadline or an abort ends this reading alone."""
 
     def __init__(
         self,
@@ -72,8 +71,7 @@ class SharedAnswer:
         slots: AdmissionSlots | None = None,
         arrived_at: float = 0.0,
     ) -> None:
-        """`own` is how it would be, or is, generated for this request. `slots` bound how long it may wait after
-        `arrived_at`."""
+        """`own` is how it would be, or is, generated for this request; `slots` bound its wait after `arrived_at`."""
         self.logprobs: tuple[TokenLogprob, ...] = ()
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._parts = parts
@@ -113,8 +111,7 @@ class SharedAnswer:
         return 0 if self._own is None else self._own.draft_accepted
 
     async def opened(self) -> None:
-        """Returns once the answer is under way and can no longer be refused. Raises what reading would. Called by the
-        task that reads."""
+        """Returns once the answer can no longer be refused. Called by the task that reads."""
         self._task = asyncio.current_task()
         first = await self.next()
         if first is not BEGUN:
@@ -165,8 +162,7 @@ class SharedAnswer:
 async def stored_parts(
     completion: CachedCompletion, detokenizer: Detokenizer | None
 ) -> AsyncGenerator[AnswerPart, None]:
-    """Yields the parts of a stored answer as fast as they are taken. Given a detokenizer, with cuts, which are not
-    stored."""
+    """Given a detokenizer, yields parts with cuts, which are not stored."""
     for part in completion.parts:
         ids = part.token_ids
         if detokenizer is None:

@@ -1,1 +1,1 @@
-"""Implements the admin service's operations (drain, profile, reload) and finds the process's cache folder."""
+"""The admin service's operations (drain, profile, reload), and the process's cache folder."""

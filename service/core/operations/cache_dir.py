@@ -1,5 +1,5 @@
-"""Finds the folder of what is made once and kept (kernels, products in C, the exported embedder) and the folder of what
-was made ahead. Code is loaded from both, so no other user may be able to write to them."""
+"""Finds the folder of what is made once and kept (kernels, products in C, the exported embedder) and the one of what
+was made ahead. Code is loaded from both, so no other user may write to them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 
 
 class UnsafeFolder(Exception):
-    """The configured folder can be written by others. One line."""
+    """Others can write to the configured folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDir:
-    """`path` is None where nothing can be kept between two starts."""
+    """Without a `path`, nothing is kept between starts."""
 
     path: Path | None
     wrong: str = ""  # why it is not the one that was asked for, or cannot be written
@@ -34,8 +34,7 @@ class CacheDir:
 
 @contextlib.contextmanager
 def cache_dir(given: Path | None, environ: MutableMapping[str, str]) -> Iterator[Path | None]:
-    """Yields the folder, and names it in `environ` while the server runs. Logs what is wrong with it. Raises
-    UnsafeFolder where the configured one must not be used."""
+    """Names the folder in `environ` while the server runs, and logs what is wrong with it. Raises UnsafeFolder."""
     found = look(given, environ, make=True)
     if found.wrong:
         _log.warning("cache-dir: %s", found.wrong)
@@ -57,7 +56,7 @@ def cache_dir(given: Path | None, environ: MutableMapping[str, str]) -> Iterator
 
 @contextlib.contextmanager
 def prebuilt_dir(given: Path | None, environ: MutableMapping[str, str]) -> Iterator[None]:
-    """Names the folder of what was made ahead in `environ`. Raises UnsafeFolder."""
+    """As `cache_dir`, for what was made ahead."""
     path, before = look_ahead(given), environ.pop(PREBUILT, None)
     if path is not None:
         environ[PREBUILT] = str(path)
@@ -72,7 +71,6 @@ def prebuilt_dir(given: Path | None, environ: MutableMapping[str, str]) -> Itera
 
 
 def look_ahead(given: Path | None) -> Path | None:
-    """Returns the folder of what was made ahead if it exists. Raises UnsafeFolder."""
     path = None if given is None else Path(os.path.abspath(given))
     if path is not None and (unsafe := _unsafe_folder(path)):
         raise UnsafeFolder(f"prebuilt-dir: {unsafe}: code is loaded from there")
@@ -80,7 +78,6 @@ def look_ahead(given: Path | None) -> Path | None:
 
 
 def look(given: Path | None, environ: MutableMapping[str, str], *, make: bool = False) -> CacheDir:
-    """Chooses the folder, and makes it if requested. Raises UnsafeFolder."""
     path = given or _default(environ)
     if path is None:
         return CacheDir(None, f"neither XDG_CACHE_HOME nor HOME is set; {_ONCE}")
@@ -111,7 +108,7 @@ def _unsafe_folder(path: Path) -> str:
 
 
 def _unsafe(folder: Path) -> str:
-    """Returns which other user could put code there; empty where none can, or where it does not exist yet."""
+    """Names another user that could put code there; empty where none can, or where it does not exist yet."""
     try:
         found = folder.stat()
     except OSError:
@@ -122,7 +119,7 @@ def _unsafe(folder: Path) -> str:
 
 
 def _can_write(path: Path, make: bool) -> bool:
-    """Tries to write: a file system that is mounted read-only has no mode to ask for."""
+    """Tries to write, since a read-only mount has no mode to ask for."""
     if not make:
         there = next(one for one in (path, *path.parents) if one.exists())
         return os.access(there, os.W_OK | os.X_OK) and there.is_dir()

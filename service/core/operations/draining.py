@@ -1,5 +1,5 @@
-"""Drains the server: health reports it, and requests are admitted for `delay` seconds more, since callers learn of it
-late. Then new requests are refused, and live ones end."""
+"""Drains the server: health reports it at once, but callers learn of it late, so requests are admitted for `delay`
+seconds more."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Drain:
 
     @property
     def begun(self) -> bool:
-        """Whether callers should go elsewhere, admitted or not."""
+        """Callers should go elsewhere, admitted or not."""
         return self._begun
 
     @property
@@ -29,7 +29,7 @@ class Drain:
         return not self._refuses.is_set()
 
     def begin(self, *, for_good: bool = False) -> None:
-        """Begins a drain. A second call does not change the delay."""
+        """A second call does not change the delay."""
         self._for_good |= for_good
         if self._begun:
             return
@@ -41,13 +41,13 @@ class Drain:
             self.refuse()
 
     def refuse(self) -> None:
-        """Refuses new requests: the delay is over, or does not matter."""
+        """Refuses new requests without further delay."""
         self._stop_timer()
         self._admission.drain()
         self._refuses.set()
 
     def undo(self) -> None:
-        """Ends the drain. Raises ShuttingDown where the process is to end."""
+        """Raises ShuttingDown where the process is to end."""
         if self._for_good:
             raise ShuttingDown
         self._stop_timer()
@@ -57,12 +57,11 @@ class Drain:
         self._undone.set()
 
     async def refused(self) -> None:
-        """Returns once nothing new gets in."""
         await self._refuses.wait()
 
     async def over(self, within: float | None) -> int:
-        """Waits until nothing is live and nothing new gets in, until the drain is undone, or for `within` seconds.
-        Returns what is live then."""
+        """Waits until no request is live and new ones are refused, the drain is undone, or `within` seconds are over.
+        Returns how many are live then."""
         waits = (asyncio.ensure_future(self._drained()), asyncio.ensure_future(self._undone.wait()))
         try:
             await asyncio.wait(waits, timeout=within, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Profiles of the processes of this server: the front's own stacks, and the engine's."""
+"""Profiles the front's own stacks and the engine's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST = 60.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class ProcessProfile:
-    """Profile of one process. Stacks are in the form of `engine.stacks`."""
+    """Stacks have the form of `engine.stacks`."""
 
     process: str
     stacks: str
@@ -30,8 +30,7 @@ class Profiler:
         self._until: float | None = None  # the end of the one that is being taken
 
     async def take(self, seconds: float) -> tuple[ProcessProfile, ...]:
-        """Profiles front and engine over the same time. Raises Overloaded where a profile is being taken. Cancelling
-        ends the sampling."""
+        """Raises Overloaded where a profile is being taken. Cancelling ends the sampling."""
         now = time.monotonic()
         if self._until is not None:
             raise Overloaded("a profile is being taken", Reason.PROFILE_RUNNING, max(1.0, self._until - now))

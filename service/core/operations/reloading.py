@@ -1,5 +1,4 @@
-"""Applies settings that change while the server runs. The files of `--config` are read again when they change or on
-request, beside the event loop; a faulty file changes nothing.
+"""Reads the files of `--config` again when they change or on request; a faulty file changes nothing.
 
 A setting changes when its value differs from what was read before, not from what an operator has set since: an
 unchanged file reverts nothing.
@@ -64,7 +63,6 @@ class Reloader:
         self._pending: dict[str, bool] = {}  # switches that wait for the engine
 
     def now(self) -> None:
-        """Requests a reload, whether or not the file looks changed."""
         self._asked.set()
 
     async def run(self) -> None:
@@ -83,7 +81,6 @@ class Reloader:
                 await self._switch()
 
     async def _due(self, thread: Executor, path: Path) -> bool:
-        """Whether to read the file: requested, or changed and no longer being written."""
         asked = self._asked.is_set()
         self._asked.clear()
         before, self._seen = self._seen, await asyncio.get_running_loop().run_in_executor(thread, _stamp, path)
@@ -122,7 +119,6 @@ class Reloader:
         return settings, checked(settings.cache)
 
     async def _switch(self) -> None:
-        """Sends pending switches, as far as the engine accepts them now."""
         for name, enabled in tuple(self._pending.items()):
             try:
                 await self._switches.set(name, enabled)

@@ -12,7 +12,7 @@ MAX_HELD = 65_536  # characters that may wait until it is known what they are; m
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of a call. Its name and id come once, with its first piece."""
+    """The name and id come with a call's first piece."""
 
     index: int  # of the call in the answer
     id: str
@@ -27,8 +27,6 @@ class Parsed(NamedTuple):
 
 
 class TextStage(Protocol):
-    """Takes what is no reasoning."""
-
     def feed(self, text: str) -> Parsed: ...
 
     def end(self) -> Parsed: ...
@@ -81,7 +79,7 @@ def whole_calls(deltas: Iterable[CallDelta]) -> list[CallDelta]:
 
 
 def held_back(text: str, markers: tuple[str, ...]) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a marker."""
+    """Returns how many characters at the end may begin a marker."""
     most = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), most, -1):

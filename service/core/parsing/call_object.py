@@ -1,4 +1,4 @@
-"""Reads one call as most models write it, character by character: {"name": "f", "arguments": {…}}."""
+"""Reads one call as most models write it, by characters: {"name": "f", "arguments": {…}}."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _KNOWN = _ARGUMENTS | {"name", "type", "id"}
 
 
 class CallObject:
-    """Reads characters from the opening brace on. `name` and `arguments` are its text as far as it has arrived.
-    Arguments that precede the name wait for it here."""
+    """Reads from the opening brace on. Arguments that precede the name are withheld until it is there."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -26,7 +25,6 @@ class CallObject:
         self._seen = False  # arguments
 
     def step(self, char: str) -> JsonStep:
-        """Returns LAST with the closing brace."""
         if self._value is not None:
             return self._in_value(self._value, char)
         if char in _BLANK:

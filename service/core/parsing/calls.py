@@ -1,7 +1,7 @@
 """Finds tool calls in an answer's text.
 
-A call is emitted from its first argument on; what turns out to be no call before that is text. Where JSON becomes
-invalid after that, the call ends, and text follows.
+A call is emitted from its first argument on; before that, what turns out to be no call is text. Where JSON becomes
+invalid later, the call ends, and text follows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CallFormat:
 
 
 def new_id() -> str:
-    """Returns nine letters and digits: what the strictest template requires."""
+    """Nine letters and digits, which the strictest template requires."""
     return secrets.token_hex(5)[:9]
 
 
@@ -226,7 +226,6 @@ class CallParser:
         return True
 
     def _back(self) -> bool:
-        """Treats the character as text instead of a call."""
         self._revert()
         return False
 
@@ -243,7 +242,6 @@ class CallParser:
         return True
 
     def _blank(self) -> bool:
-        """Whether only blanks behind a call are withheld."""
         return self._read == self._between and not "".join(self._held).strip()
 
 

@@ -37,7 +37,7 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Markers as a model's tokens spell them, and as they stand in the parsed text."""
+    """Markers as tokens spell them, and as they stand in the parsed text."""
 
     begin: str
     end: str
@@ -52,8 +52,7 @@ class AnswerFormats:
     marks: Mapping[int, str] = field(default_factory=dict)  # tokens whose text is in no answer: what stands for them
 
     def parser(self, tools: bool, continues: bool, prompt_tail: str) -> AnswerParser | None:
-        """Returns a parser for an answer to a prompt that ends with `prompt_tail`; None where there is nothing to
-        parse."""
+        """None where an answer to a prompt that ends with `prompt_tail` has nothing to parse."""
         calls = self.calls if tools else None
         form = self.reasoning
         inside = form is not None and prompt_tail.rstrip().endswith(form.begin_mark)
@@ -70,8 +69,8 @@ NO_FORMATS = AnswerFormats()
 
 
 def prompt_tail(formats: AnswerFormats, vocabulary: Vocabulary, ids: Sequence[int]) -> str:
-    """Returns the end of a prompt as parsers see it: tokens without text count where they are markers, and otherwise
-    end what was before."""
+    """Returns a prompt's end as parsers see it: a token without text counts where it is a marker, and elsewhere ends
+    what was before."""
     tail: list[str] = []
     for token_id in ids[-_TAIL:]:
         if token_id in formats.marks:

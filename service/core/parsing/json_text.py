@@ -1,4 +1,4 @@
-"""Reads JSON one character at a time: finds where a value ends, and the first character that cannot belong to it."""
+"""Finds, one character at a time, where a JSON value ends, or the first character that cannot belong to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JsonStep(enum.Enum):
 
 
 class JsonValue:
-    """Reads one value. Blanks before it are not part of it."""
+    """Blanks before the value are not part of it."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # brackets

@@ -1,5 +1,5 @@
-"""Splits off reasoning at the beginning of an answer, between two markers. Line breaks that models write beside the
-markers belong to them: one after the first, one before the second, two after it."""
+"""Splits off reasoning between two markers at an answer's beginning. Line breaks beside the markers belong to them: one
+after the first, one before the second, two after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _BLANKS = 64  # characters before the first marker; with more it is no beginning
 
 
 class ReasoningSplitter:
-    """`inside`: the prompt ends within reasoning, so that there is no first marker."""
+    """`inside`: the prompt ends within reasoning, without a first marker."""
 
     def __init__(self, begin: str, end: str, inside: bool) -> None:
         self._begin = begin

@@ -1,4 +1,4 @@
-"""Packs a tokenizer's files into one archive, so that callers can tokenize exactly as the server does."""
+"""Packs a tokenizer's files, so that callers can tokenize exactly as the server does."""
 
 from __future__ import annotations
 
@@ -35,11 +35,10 @@ class Archive:
 
 
 class TokenizerArchive:
-    """Made in a thread at the first request, and kept: a few megabytes where the vocabulary is large."""
+    """Made in a thread at the first request, and kept."""
 
     def __init__(self, folder: str | None, unchanged: Callable[[], bool], template: Path | None = None) -> None:
-        """`unchanged`: whether the folder's files are still those that the server has read. `template`: as in
-        ModelFiles."""
+        """`unchanged`: whether the folder's files are still those that the server has read."""
         self._folder = folder
         self._template = template
         self._unchanged = unchanged
@@ -48,7 +47,7 @@ class TokenizerArchive:
         self._made: Archive | None = None
 
     async def get(self) -> Archive:
-        """Raises Unimplemented where there is no folder, InvalidModel where it has changed."""
+        """Raises Unimplemented without a folder, InvalidModel where it has changed."""
         if self._folder is None:
             raise Unimplemented("", "this server has no model folder, and so no tokenizer files")
         async with self._making:

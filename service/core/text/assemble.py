@@ -1,7 +1,5 @@
-"""Converts token ids to text one at a time: the text of all ids together, cut into whole characters.
-
-`feed` returns two texts: what earlier ids made and only this one settled, and what this one made itself.
-"""
+"""Converts token ids to text, cut into whole characters. `feed` returns what earlier ids made and this one settled, and
+what this one made itself."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ class Assembler(Protocol):
     def feed(self, token_id: int) -> tuple[str, str]: ...
 
     def feed_ascii(self, ids: Sequence[int]) -> tuple[str, list[int]] | None:
-        """Returns the text of several ids and the length of each one's share, where all of it is ASCII and nothing is
-        withheld; else None, and nothing has been fed. Most text is ASCII, and one step per id costs several times as
-        much."""
+        """Returns several ids' text and each share's length; None, with nothing fed, unless all is ASCII and nothing is
+        withheld. Single steps cost several times as much."""
 
     def flush(self) -> str:
         """Returns what was withheld, once no more ids come."""
@@ -37,7 +34,7 @@ def assembler(pieces: Pieces, continues: bool) -> Assembler:
 
 
 class ByteLevelAssembler:
-    """Every id is bytes; up to three of them wait for the rest of their character."""
+    """Ids are bytes; up to three wait for the rest of their character."""
 
     def __init__(self, pieces: ByteLevelPieces) -> None:
         self._table = pieces.table
@@ -69,8 +66,8 @@ class ByteLevelAssembler:
 
 
 class FallbackAssembler:
-    """Ids are texts or single bytes. A run of bytes is text if the whole of it is UTF-8, and else one U+FFFD a byte: a
-    run therefore waits for the id after it."""
+    """Ids are texts or single bytes. A run of bytes waits for the id after it: it is text if all of it is UTF-8, else
+    one U+FFFD a byte."""
 
     def __init__(self, pieces: FallbackPieces, continues: bool) -> None:
         self._table = pieces.table
@@ -106,7 +103,6 @@ class FallbackAssembler:
             return BROKEN * len(run)
 
     def _stripped(self, text: str) -> str:
-        """Takes what is still to be stripped off the beginning of the whole text."""
         while self._strip and text:
             if text[0] != self._strip_char:
                 self._strip = 0
@@ -117,7 +113,7 @@ class FallbackAssembler:
 
 
 class WindowAssembler:
-    """Asks the library about the last few ids, with and without the newest. The ids before give the context."""
+    """Asks the library about the last few ids, with and without the newest."""
 
     def __init__(self, pieces: OpaquePieces, continues: bool) -> None:
         self._backend = pieces.backend

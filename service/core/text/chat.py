@@ -1,8 +1,7 @@
 """Renders chat templates: messages to the text that the model was trained on.
 
-A template comes with the model and is not trusted: it runs in Jinja's immutable sandbox, its output is bounded in size,
-and unless it is plain it is compiled and rendered in text processes alone, which are bounded in time and memory. What
-users write is data to it and never compiled.
+A template is not trusted: it runs in Jinja's immutable sandbox with bounded output, and unless it is plain, only in
+text processes. What users write is data to it and never compiled.
 """
 
 from __future__ import annotations
@@ -65,12 +64,11 @@ def _tojson(
 
 
 class ChatTemplate:
-    """`plain`: it may be rendered on the event loop, for a short chat. `takes_tools`, `takes_lists`: whether it would
-    leave tools out, or could not render lists. Unknown of a template that is too large to parse."""
+    """`plain`: the event loop may render it for a short chat. `takes_tools`: the template would not leave tools out;
+    `takes_lists`: it can render lists. A template too large to parse counts as taking both."""
 
     def __init__(self, source: str, special: dict[str, str], only_plain: bool = False) -> None:
-        """Other templates are not compiled with `only_plain`, since that would run their constant parts. Raises
-        ValueError where the source is no template."""
+        """With `only_plain`, compiles no other template, since that runs its constant parts. Raises ValueError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControls]
         )
@@ -90,8 +88,7 @@ class ChatTemplate:
         self.source = source
 
     def render(self, variables: dict[str, Any], continues: bool = False) -> str:
-        """Renders `template_variables`. With `continues`, up to the end of the last message's text. Raises
-        ChatTemplateError."""
+        """With `continues`, renders up to the end of the last message's text. Raises ChatTemplateError."""
         if not self._special.keys().isdisjoint(variables):
             raise ChatTemplateError("template_arguments: names that the model's tokenizer gives the template are taken")
         if continues and "content" not in self.source:
@@ -114,8 +111,8 @@ class ChatTemplate:
 
 
 def _continued(variables: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> str:
-    """Renders up to the end of the last message: found by a tag behind its text. The tag ends in a blank, which is gone
-    where the template trims the text; then the text before is trimmed as well."""
+    """Finds the end of the last message by a tag behind its text. The tag ends in a blank, which is gone where the
+    template trims; then the text before is trimmed as well."""
     *before, last = variables["messages"]
     content = last["content"]
     if content is None:
@@ -146,10 +143,8 @@ def _bounded(made: Iterator[str]) -> str:
 
 
 def choose_templates(value: object) -> dict[str, str]:
-    """Reads `chat_template` of tokenizer_config.json: a text, a list of named texts or a table of them.
-
-    A text is named "default". Raises ValueError for anything else.
-    """
+    """Reads `chat_template` of tokenizer_config.json: a text (named "default"), a list of named texts, or a table.
+    Raises ValueError for anything else."""
     if value is None:
         return {}
     if isinstance(value, str):

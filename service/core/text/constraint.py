@@ -1,8 +1,4 @@
-"""Constraints of callers, made into grammars. Done in a text process: what callers write may take long to be taken
-apart.
-
-A grammar is in the notation of llguidance.
-"""
+"""Makes callers' constraints into grammars in llguidance's notation, in a text process, since parsing may take long."""
 
 from __future__ import annotations
 
@@ -70,8 +66,7 @@ def _made(job: ConstraintJob) -> str:
 
 @lru_cache(maxsize=1)
 def _go_last() -> None:
-    """Lowers the priority of this process for good, so that streams and engine steps run first where cores are few.
-    Safe because such a process handles constraints only."""
+    """Lowers this process's priority for good, below streams and engine steps. It handles constraints only."""
     os.nice(_NICE)
 
 
@@ -114,7 +109,6 @@ def _grammar(schema: str) -> str:
 
 
 def _located(schema: dict[str, Any], fault: str) -> str:
-    """Adds the innermost part of the schema that is faulty by itself, as a JSON pointer."""
     definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
     place, part, tried = "", schema, 0
     deeper = True
@@ -132,7 +126,6 @@ def _located(schema: dict[str, Any], fault: str) -> str:
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the schemas directly below one, with the steps of a pointer to them."""
     for name in _TABLES_BELOW:
         table = schema.get(name)
         for key, value in table.items() if isinstance(table, dict) else ():
@@ -204,8 +197,7 @@ def _vocabulary() -> LLTokenizer:
 
 
 def _fault(grammar: str) -> str:
-    """Returns what is wrong with a grammar; empty where it can be used. It is begun over bytes: what it allows does not
-    depend on the model's vocabulary."""
+    """Empty where the grammar can be used. It is begun over bytes: what it allows does not depend on the vocabulary."""
     from llguidance import LLMatcher
 
     fault = LLMatcher.validate_grammar(grammar, limits=limits())
@@ -219,7 +211,7 @@ def _fault(grammar: str) -> str:
 
 
 def _one_line(fault: str) -> str:
-    """Drops the excerpt that the library draws below its first line; counts places from 1."""
+    """Drops the library's excerpt below its first line; counts places from 1."""
     lines = [line.strip() for line in fault.splitlines() if not re.match(r"\s*\d+ \||\s*\^+\s*$", line)]
     text = re.sub(r"(?:at )?\b(\d+)\((\d+)\):", r"line \1, column \2:", " ".join(filter(None, lines)))
     return text.partition(" while processing json-schema:")[0][:300]

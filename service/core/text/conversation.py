@@ -1,8 +1,5 @@
-"""Represents a conversation as callers send it, and as a chat template sees it: the dicts that users of transformers
-write.
-
-JSON in it (tools, arguments) stays text until a template is rendered, so that its size costs only there.
-"""
+"""A conversation as callers send it, and as templates see it: the dicts that users of transformers write. JSON in it
+(tools, arguments) stays text until rendered, so that its size costs only there."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _read_objects = msgspec.json.Decoder(list[_Members]).decode
 
 
 class ChatTemplateError(Exception):
-    """The messages do not fit the model's template. The text is safe to send to the caller."""
+    """The messages do not fit the template. The text is safe to send to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +31,6 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation. Absent fields are empty."""
-
     role: str
     content: str
     parts: tuple[str, ...] = ()  # instead of content
@@ -46,7 +41,7 @@ class ChatMessage:
 
     @property
     def simple(self) -> bool:
-        """Whether there is only a role and a text."""
+        """Has only a role and a text."""
         return not (self.parts or self.name or self.tool_calls or self.tool_call_id or self.reasoning)
 
 
@@ -74,8 +69,7 @@ def sent_texts(messages: Sequence[ChatMessage], options: ChatOptions) -> Iterato
 
 
 def template_variables(messages: Sequence[ChatMessage], options: ChatOptions, lists: bool = True) -> dict[str, Any]:
-    """Returns a template's variables. Without `lists`, parts of a message are one text. Raises ChatTemplateError where
-    something is no JSON."""
+    """Without `lists`, a message's parts are one text. Raises ChatTemplateError for invalid JSON."""
     if not messages:
         raise ChatTemplateError("a chat needs at least one message")
     tools = _json(options.tools, "tools") if options.tools else None
@@ -91,7 +85,7 @@ def template_variables(messages: Sequence[ChatMessage], options: ChatOptions, li
 
 
 def is_object(text: str) -> bool:
-    """Whether it is a JSON object. Takes 20 ns a byte, and no memory."""
+    """Takes 20 ns a byte, and no memory."""
     try:
         _read_object(text)
     except (msgspec.DecodeError, RecursionError):
@@ -100,7 +94,7 @@ def is_object(text: str) -> bool:
 
 
 def count_objects(text: str) -> int | None:
-    """Returns the number of objects in a JSON list of them; None where it is none."""
+    """None unless the text is a JSON list of objects."""
     try:
         return len(_read_objects(text))
     except (msgspec.DecodeError, RecursionError):
@@ -108,14 +102,14 @@ def count_objects(text: str) -> int | None:
 
 
 def only_flags(arguments: str) -> bool:
-    """Whether all values are true, false or null: no template can do much with them."""
+    """All values are true, false or null: no template can do much with them."""
     if len(arguments) > 256:
         return False
     return all(value is None or isinstance(value, bool) for value in json.loads(arguments).values())
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yields every text in plain data, keys included."""
+    """Yields every text, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -128,7 +122,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns the same data with every text changed, keys included."""
+    """Changes every text, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list):

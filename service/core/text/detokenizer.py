@@ -1,7 +1,7 @@
 """Converts token ids to text that may be sent at once.
 
-Nothing sent is ever taken back: half a character and a possible stop string wait. With no stop matched, all pieces
-together are what the tokenizer makes of all ids at once. A token costs the same however long the answer is.
+Text is never taken back: half a character and a possible stop string wait. All pieces together are what the tokenizer
+makes of all ids at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Piece(NamedTuple):
 
 
 class Detokenizer:
-    """Detokenizes one answer. Stop strings that end before token number `min_tokens` are ordinary text."""
+    """`continues`: the answer goes on from a text, so that a leading space is part of it. Stop strings that end before
+    token number `min_tokens` are ordinary text."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Detokenizer:
         self._stop: str | None = None
 
     def push(self, ids: Sequence[int]) -> Piece:
-        """After a stop has matched, further ids are not part of the answer: Piece("", stop, 0, ())."""
+        """Ids after a stop are not part of the answer: Piece("", stop, 0, ())."""
         if self._matcher is None:
             plain = self._assembler.feed_ascii(ids) if len(ids) > 1 else None
             if plain is not None:

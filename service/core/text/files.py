@@ -22,14 +22,13 @@ REMEDY = "copy it again from where the model came from"
 
 
 def one_line(error: object) -> str:
-    """Shortens the text of a foreign error to one line for the log."""
     return " ".join(str(error).split())[:300]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Reads the text files of one model folder. Where `folder` is a GGUF file, reads the equivalent texts that are
-    derived from its metadata. `template` is a file that takes the place of all chat templates."""
+    """A folder's text files, or the equivalent texts derived from a GGUF file's metadata. The file `template` replaces
+    all chat templates."""
 
     folder: Path
     template: Path | None = None
@@ -76,14 +75,13 @@ class ModelFiles:
         return name in self._within() if is_gguf(self.folder) else (self.folder / name).exists()
 
     def _within(self) -> Mapping[str, bytes]:
-        """Returns the texts that the GGUF file replaces, by the names that they have in a model folder."""
         try:
             return gguf_file(self.folder).texts
         except BadFile as error:
             raise InvalidModel(str(error)) from error
 
     def object(self, name: str) -> dict[str, Any]:
-        """Returns the JSON object in a file; an empty one where there is no such file."""
+        """Empty where there is no such file."""
         text = self.text_or_none(name)
         if text is None:
             return {}
@@ -98,7 +96,7 @@ class ModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Defaults of generation_config.json about sampling and length. None where it has none."""
+    """None where generation_config.json has none."""
 
     do_sample: bool | None = None
     temperature: float | None = None
@@ -145,7 +143,7 @@ def read_sampling(files: ModelFiles, config: dict[str, Any]) -> SamplingDefaults
 
 
 def read_eos(files: ModelFiles, generation: dict[str, Any]) -> tuple[int, ...]:
-    """Returns the end-of-text ids of generation_config.json, of config.json where the former names none."""
+    """Ids of generation_config.json, or of config.json where the former names none."""
     model = files.object("config.json")
     size = model.get("vocab_size")
     for name, config in (("generation_config.json", generation), ("config.json", model)):

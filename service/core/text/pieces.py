@@ -19,8 +19,7 @@ BYTE_TOKEN = re.compile(r"<0x(\+[0-9a-fA-F]|[0-9a-fA-F]{2})>")
 
 
 def byte_letters() -> dict[str, int]:
-    """Returns the letters in which byte-level vocabularies spell bytes: printable ones as themselves, others from
-    U+0100."""
+    """The letters in which byte-level vocabularies spell bytes: printable ones as themselves, others from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
@@ -28,17 +27,15 @@ def byte_letters() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class ByteLevelPieces:
-    """Vocabulary spelled in bytes; b"" for ids without text."""
+    """Holds b"" for ids without text."""
 
     table: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class FallbackPieces:
-    """Vocabulary of texts, with single bytes for the rest; None for ids without text.
-
-    Up to `strip` of `strip_char` are removed from the beginning of a text that stands alone.
-    """
+    """A vocabulary of texts and single bytes; None for ids without text. A text that stands alone loses up to `strip`
+    leading `strip_char`."""
 
     table: list[str | int | None]
     strip_char: str
@@ -47,7 +44,7 @@ class FallbackPieces:
 
 @dataclass(frozen=True, slots=True)
 class OpaquePieces:
-    """Ids that only the library can turn into text. `anchor` is an id that has text."""
+    """Only the library can convert these ids. `anchor` is an id that has text."""
 
     backend: Backend
     silent: frozenset[int]
@@ -59,7 +56,7 @@ Pieces = ByteLevelPieces | FallbackPieces | OpaquePieces
 
 
 def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
-    """Raises ValueError where the decoder, which runs for every token of an answer, could take forever."""
+    """Raises ValueError where the decoder, which runs for every token, could take forever."""
     added = backend.get_added_tokens_decoder().values()
     special = {token.content for token in added if token.special}
     silent = frozenset(index for index, token in enumerate(tokens) if token in special)
@@ -70,7 +67,6 @@ def read_pieces(backend: Backend, tokens: list[str | None]) -> Pieces:
 
 
 def with_special(pieces: Pieces, backend: Backend, tokens: Mapping[int, str]) -> Pieces:
-    """Returns the pieces with the special `tokens` as text."""
     match pieces:
         case ByteLevelPieces(table=data):
             return ByteLevelPieces(_with(data, dict(zip(tokens, _spelled(tokens.values()), strict=True))))
@@ -87,8 +83,7 @@ def _with(table: list[_Entry], more: Mapping[int, _Entry]) -> list[_Entry]:
 
 
 def read_tokens(backend: Backend) -> list[str | None]:
-    """Returns the text of each id as the vocabulary spells it, None where an id is unused. Raises ValueError where ids
-    or tokens are too large for a table."""
+    """None where an id is unused. Raises ValueError where ids or tokens are too large for a table."""
     vocabulary = backend.get_vocab(with_added_tokens=False)
     added = backend.get_added_tokens_decoder()
     highest = max([*vocabulary.values(), *added], default=-1)

@@ -1,8 +1,7 @@
 """Decides by syntax which chat templates are cheap enough to be compiled and rendered in the front.
 
-A plain template loops over messages alone, never in a nested loop, and calls nothing that could make a long text of a
-short one: its time and text are bounded by its own size times that of the messages. Unknown syntax is not plain and
-goes to a text process, so this may be strict. It is no guard against a template that tries to escape its sandbox.
+A plain template loops over messages alone, never nested, and calls nothing that makes a long text of a short one.
+Unknown syntax is not plain, so this may be strict. It is no guard against escapes from the sandbox.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _below(node: nodes.Node) -> Iterator[nodes.Node]:
 
 
 def _cheap(node: nodes.Node) -> bool:
-    """Whether the node by itself is cheap; loops and growth are checked elsewhere."""
+    """Judges the node alone; loops and growth are checked elsewhere."""
     match node:
         case nodes.For():
             return not node.recursive and _names(node.target).isdisjoint(_LISTS | _RESERVED)
@@ -119,7 +118,7 @@ def _is_time(node: nodes.Node) -> bool:
 
 
 def _loops(node: nodes.Node, lists: frozenset[str], inside: bool) -> bool:
-    """Whether every loop runs over messages, and a nested one only over fields that our messages lack."""
+    """Whether loops run over messages only, and nested ones over fields that our messages lack."""
     if isinstance(node, nodes.For):
         if not (_is_absent(node.iter) if inside else _is_list(node.iter, lists) or _is_absent(node.iter)):
             return False
@@ -134,7 +133,7 @@ def _is_list(node: nodes.Node, lists: frozenset[str]) -> bool:
 
 
 def _is_absent(node: nodes.Node) -> bool:
-    """Whether the node is `message.tool_calls` or the like: our messages have only a role and a content."""
+    """`message.tool_calls` or the like: our messages have only a role and a content."""
     if isinstance(node, nodes.Getattr):
         return isinstance(node.node, nodes.Name) and node.attr not in _TEXTS and node.node.name not in _RESERVED
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
@@ -144,7 +143,7 @@ def _is_absent(node: nodes.Node) -> bool:
 
 
 def _lists(assigned: list[nodes.Assign]) -> frozenset[str] | None:
-    """Returns the names that only ever stand for messages; None where one of _LISTS may be something else."""
+    """Names that only ever stand for messages; None where one of _LISTS may be something else."""
     lists = set(_LISTS)
     for _ in assigned:  # until nothing is added; a chain is no longer than that
         for node in assigned:
@@ -160,7 +159,7 @@ def _lists(assigned: list[nodes.Assign]) -> frozenset[str] | None:
 
 
 def _grow_once(assigned: list[nodes.Assign]) -> bool:
-    """Whether no text is added to itself repeatedly: `x = x + x` again and again makes billions."""
+    """No text is added to itself repeatedly: `x = x + x` again and again makes billions."""
     grown: set[str] = set()
     for _ in assigned:
         grown |= {
@@ -201,7 +200,7 @@ def _picks(node: nodes.Node) -> TypeGuard[nodes.Getitem | nodes.Filter]:
 
 
 def _closed(every: list[nodes.Node], assigned: list[nodes.Assign]) -> bool:
-    """Whether namespaces are only used for their attributes: as text, one has all of it."""
+    """Namespaces are used for their attributes only: as text, one has all of it."""
     spaces = {
         name
         for node in assigned

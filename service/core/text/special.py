@@ -1,8 +1,5 @@
-"""Finds a model's special tokens by the rules of transformers 5.
-
-Whether BOS is put before a text is decided by tokenizer.json's post-processor alone. `add_bos_token` in
-tokenizer_config.json dates from before that file, and transformers ignores it as well.
-"""
+"""Finds a model's special tokens by the rules of transformers 5. tokenizer.json's post-processor alone decides about
+BOS: transformers ignores `add_bos_token`, too."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 def _token(files: ModelFiles, value: object) -> AddedToken | None:
-    """Reads a token as the settings write it: its text, or an object with flags."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False) if value else None
     if isinstance(value, dict) and isinstance(value.get("content"), str):
@@ -29,14 +25,13 @@ def _token(files: ModelFiles, value: object) -> AddedToken | None:
 
 
 def _merged(files: ModelFiles, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings, overridden by special_tokens_map.json where they are old enough to need it."""
+    """special_tokens_map.json overrides settings that are old enough to need it."""
     if "added_tokens_decoder" in config:
         return config
     return {**config, **files.object("special_tokens_map.json")}
 
 
 def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, AddedToken]]:
-    """Returns the tokens of `added_tokens_decoder` with their ids."""
     table = config.get("added_tokens_decoder") or {}
     declared = []
     try:
@@ -50,8 +45,7 @@ def _declared(files: ModelFiles, config: dict[str, Any]) -> list[tuple[int, Adde
 
 
 def apply_special(files: ModelFiles, backend: Backend, config: dict[str, Any]) -> dict[str, str]:
-    """Makes the backend know the special tokens that the settings name. Gives those that have a role: "bos_token" and
-    so on → text, the names under which templates see them."""
+    """Makes the backend know the special tokens. Returns those with a role, by templates' names ("bos_token")."""
     config = _merged(files, config)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     new: dict[str, tuple[int, AddedToken]] = {}

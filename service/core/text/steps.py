@@ -1,5 +1,4 @@
-"""Derives facts of a tokenizer from its steps without running it: whether it is fast with any text, and how many bytes
-a token can stand for."""
+"""Derives from a tokenizer's steps whether it is fast with any text, and how many bytes a token can stand for."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _NFC = 4
 
 
 def is_plain(backend: Backend) -> bool:
-    """Whether the tokenizer is fast with any short text. Stricter than necessary."""
+    """Whether any short text is fast; stricter than necessary."""
     model, post = backend.model, backend.post_processor
     if type(model).__name__ != "BPE" or getattr(model, "dropout", None) is not None:
         return False
@@ -41,8 +40,7 @@ def is_plain(backend: Backend) -> bool:
 
 
 def longest_token(backend: Backend, pieces: Pieces) -> int:
-    """Returns the most bytes of UTF-8 that one token can stand for; 0 where some are dropped, so that there is no
-    bound."""
+    """Bytes of UTF-8; 0 where some are dropped, so that there is no bound."""
     added = backend.get_added_tokens_decoder().values()
     steps = _steps(backend)
     kinds = {step["type"] for step in steps}

@@ -1,7 +1,7 @@
 """Finds stop strings in a text that arrives in pieces.
 
-The match that ends first wins; of several that end at the same place, the longest. So where a text is cut into pieces
-changes nothing, and only text that could still become a match is withheld.
+The match that ends first wins; of several that end at the same place, the longest. So cuts change nothing, and only
+text that could still become a match is withheld.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Implements Aho and Corasick's automaton over characters: each costs one step, however many stops there are."""
+    """Aho and Corasick's automaton over characters: each costs one step, however many stops there are."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
         if "" in stops:
@@ -29,8 +29,7 @@ class StopMatcher:
         self._held = ""  # as long as the node is deep
 
     def feed(self, text: str, allowed: bool) -> tuple[str, str | None]:
-        """Returns what may be sent, and the stop that matched. A match counts only if `allowed`; otherwise it is
-        text."""
+        """Returns what may be sent, and the stop that matched; unless `allowed`, a match is text."""
         if not self._node and self._firsts.isdisjoint(text):
             return text, None
         node = self._node
@@ -71,7 +70,7 @@ class StopMatcher:
         self._match[node] = stop
 
     def _link(self) -> None:
-        """Links breadth first, so that shorter suffixes are linked before they are needed."""
+        """Links breadth first, since shorter suffixes are needed first."""
         queue = deque(self._next[0].values())
         while queue:
             node = queue.popleft()

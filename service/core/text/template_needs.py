@@ -1,4 +1,4 @@
-"""Derives from a chat template's syntax what it takes beside messages with a role and a text."""
+"""Derives from a template's syntax what it takes beside a role and a text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _KINDS = frozenset({"string", "iterable", "sequence", "mapping"})  # tests that 
 
 
 def mentions_tools(template: nodes.Template) -> bool:
-    """Whether the variable `tools` is read anywhere. Otherwise tools would be left out in silence."""
+    """A template that does not would leave tools out in silence."""
     return any(name.name == _TOOLS and name.ctx == "load" for name in template.find_all(nodes.Name))
 
 
 def looks_into_content(template: nodes.Template) -> bool:
-    """Whether a message's content may be a list of parts: the template loops over one, or tests its type. Without
-    either, a template joins content to other texts, which fails for a list, or prints the list as Python does."""
+    """Whether the template loops over a message's content, or tests its type. Otherwise lists of parts fail, or are
+    printed as Python does."""
     if any(test.name in _KINDS for test in template.find_all(nodes.Test)):
         return True
     held = {_CONTENT} | {
@@ -28,7 +28,6 @@ def looks_into_content(template: nodes.Template) -> bool:
 
 
 def _reads(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is or contains one of the names, as a variable, an attribute or a key."""
     if isinstance(node, nodes.Name):
         return node.name in names
     if isinstance(node, nodes.Getattr) and node.attr in names:

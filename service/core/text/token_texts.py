@@ -13,7 +13,7 @@ class TokenTexts:
         self._pieces = pieces
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """Returns a token's text, and its bytes where they are no whole characters. Empty for an id without text."""
+        """Returns the text, and the bytes where they are no whole characters. Empty for an id without text."""
         pieces = self._pieces
         if isinstance(pieces, ByteLevelPieces):
             return _text(pieces.table[token_id]) if token_id < len(pieces.table) else NOTHING

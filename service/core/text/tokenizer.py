@@ -83,8 +83,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path, only_plain: bool = False, template: Path | None = None) -> Self:
-        """Loads the tokenizer. With `only_plain`, a chat template that is not plain is not compiled. `template` is a
-        file that takes the place of the folder's own. Raises InvalidModel."""
+        """With `only_plain`, a chat template that is not plain is not compiled. The file `template` replaces the
+        folder's own. Raises InvalidModel."""
         files = ModelFiles(Path(folder), template)
         vocabulary = files.read(VOCABULARY, NO_VOCABULARY)
         try:
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @classmethod
     def of_bytes(cls) -> Self:
-        """Makes a tokenizer with one id per byte, for an engine without a model."""
+        """One id per byte, for an engine without a model."""
         backend = Backend(models.BPE(vocab=byte_letters(), merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @cached_property
     def all_pieces(self) -> Pieces:
-        """Returns `pieces` with special tokens included."""
+        """Includes special tokens, unlike `pieces`."""
         return with_special(self.pieces, self._backend, self._special_texts)
 
     @cached_property
@@ -136,10 +136,8 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS, most: int | None = None
     ) -> list[int]:
-        """Encodes a chat. Special tokens that the caller spells out stay plain text; only the template's own count.
-
-        Raises ChatTemplateError, also where there are plainly more than `most` ids before tokenizing.
-        """
+        """Special tokens that the caller spells out stay text; only the template's own count. Raises ChatTemplateError,
+        also where there are plainly more than `most` ids."""
         template = self._tools_template if options.tools else self._template
         if template is None:
             raise ChatTemplateError("the model has no chat template; send text or token ids")
@@ -163,11 +161,10 @@ class Tokenizer:
         return [token_id for part in parts for token_id in self._encode(part, False)]
 
     def here(self, text: str) -> bool:
-        """Whether `encode(text)` may be called on the event loop."""
+        """Whether `encode` may be called on the event loop."""
         return self._plain and len(text) <= SHORT
 
     def chat_here(self, messages: Sequence[ChatMessage], options: ChatOptions = NO_OPTIONS) -> bool:
-        """Whether `encode_chat(messages, options)` may be called on the event loop."""
         if options.tools or not all(message.simple for message in messages):
             return False  # a template may loop over these
         if self._template is None:
@@ -178,11 +175,10 @@ class Tokenizer:
         return plain and sum(len(one.role) + len(one.content) + MESSAGE for one in messages) <= SHORT
 
     def decode_here(self, ids: Sequence[int]) -> bool:
-        """Whether `decode(ids)` may be called on the event loop."""
         return not isinstance(self.pieces, OpaquePieces) and len(ids) <= SHORT
 
     def least_tokens(self, text: str) -> int:
-        """Returns a lower bound of `encode(text)`'s length; 0 where the tokenizer allows none. Avoids copies."""
+        """A lower bound, without copies; 0 where the tokenizer allows none."""
         if not self._longest:
             return 0
         size = len(text)
@@ -191,7 +187,7 @@ class Tokenizer:
         return -(-size // self._longest)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decodes ids, leaving out special tokens and ids beyond the vocabulary. Ids are not negative."""
+        """Leaves out special tokens and ids beyond the vocabulary. Ids are not negative."""
         return self._backend.decode(ids, skip_special_tokens=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -211,7 +207,6 @@ class Tokenizer:
         return f"\ufdd0{number}\ufdd1"
 
     def _breaking(self, mark: str) -> Callable[[str], str]:
-        """Breaks every special token in a text after its first character."""
         special = self._special
         return lambda text: text if special is None else special.sub(lambda match: match[0] + mark, text)
 
@@ -234,8 +229,6 @@ def _others(sources: dict[str, str]) -> list[str]:
 def _read_templates(
     files: ModelFiles, config: dict[str, Any], special: dict[str, str], only_plain: bool
 ) -> tuple[dict[str, str], dict[str, ChatTemplate]]:
-    """Reads chat_template.jinja and the one for tools beside it, or what tokenizer_config.json has; by name, those that
-    are used."""
     name = CONFIG
     try:
         written = {"default": TEMPLATE, "tool_use": TOOLS_TEMPLATE}
@@ -254,7 +247,7 @@ def _read_templates(
 
 
 def _special_pattern(backend: Backend) -> re.Pattern[str] | None:
-    """Matches the first character of a special token wherever one begins, if it has more than that one."""
+    """Matches the first character of any special token that has more than one."""
     special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
     breakable = [re.escape(content) for content in special if len(content) > 1]
     return re.compile(f"(?=(?:{'|'.join(breakable)})).", re.DOTALL) if breakable else None

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 
 class FairTurns:
-    """Grants `count` turns at a time, at most `each` of them to one sender (None: all). Belongs to one event loop."""
+    """Grants `count` turns at a time, at most `each` of them to one sender. Belongs to one event loop."""
 
     def __init__(self, count: int, each: int | None = None) -> None:
         self._free = count
@@ -16,7 +16,6 @@ class FairTurns:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by sender; whose turn it is first
 
     async def acquire(self, sender: str) -> None:
-        """Returns when it is its turn, which `release` ends."""
         if self._free and self._running[sender] < self._each and sender not in self._waiting:
             self._start(sender)
             return

@@ -1,8 +1,5 @@
-"""Methods of gRPC called over HTTP: JSON in, lines of JSON out, and the handler of the gRPC method between them.
-
-The handler gets a Context like any other. So identity, rights, quotas, admission, slow readers, records and statuses
-of a call from the page are those of the call over gRPC, and nothing of them is done here a second time.
-"""
+"""Calls gRPC methods over HTTP: JSON in, lines of JSON out. The method's handler gets a Context like any other, so that
+identity, rights, quotas and statuses are as over gRPC."""
 
 from __future__ import annotations
 
@@ -115,7 +112,6 @@ class HttpCall(ConsoleCredentials):
         return self._code
 
     async def read(self) -> object:
-        """Returns the message, once. Raises InvalidRequest."""
         if not self._unread:
             return None
         return parsed(self._route.request, await self.body())
@@ -168,11 +164,11 @@ class HttpCall(ConsoleCredentials):
 
 class ConsoleCalls:
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers` belong to whippet.v1's services, those of the admin port included."""
+        """`handlers` include those of the admin port."""
         self._handlers = tuple(handlers)
 
     async def run(self, exchange: Exchange, route: Route) -> None:
-        """Answers the exchange. A client that goes away cancels the handler, as it does over gRPC."""
+        """A client that goes away cancels the handler, as over gRPC."""
         call = HttpCall(exchange, route)
         body = self._body(ConsoleCallDetails(route.method, call.invocation_metadata()))
         exchange.hold()
@@ -216,7 +212,7 @@ async def _gone(call: HttpCall) -> None:
 
 
 def parsed(kind: type[Message], body: bytes) -> bytes:
-    """Converts a message from JSON to bytes. Raises InvalidRequest, also where the JSON has too many values."""
+    """Converts JSON to a message's bytes. Raises InvalidRequest, also for too many values."""
     try:
         tree = msgspec.json.decode(body, type=dict[str, object])
         if sum(1 for _ in _values(tree)) > MAX_VALUES:
@@ -228,7 +224,6 @@ def parsed(kind: type[Message], body: bytes) -> bytes:
 
 
 def _values(tree: object) -> Iterator[object]:
-    """Yields all values in a tree, at most one more than the limit."""
     todo, count = [tree], 0
     while todo and count <= MAX_VALUES:
         value = todo.pop()

@@ -1,8 +1,7 @@
 """Routes the console's paths, and refuses requests before any work is done for them.
 
-A page of another site can make a browser send requests here. It cannot set a header of our own, since that takes a
-permission that nothing here gives; and where its own host name leads here (DNS rebinding), requests carry that name. So
-each request that reads or changes anything must carry HEADER, come from our own origin, and name a host that is ours.
+Another site can make a browser send requests here, but not with a header of ours, and a host name of its own (DNS
+rebinding) shows. So each request must carry HEADER, come from our own origin, and name a host that is ours.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]{1,253})(:\d{1,5})?")
 
 
 class Console:
-    """Implements `http1.Site` for the console."""
-
     def __init__(
         self,
         cases: UseCases,
@@ -48,8 +45,8 @@ class Console:
         closed: str = "",
         secure: bool = False,
     ) -> None:
-        """`hosts`: names that the page may be reached by, beside addresses and localhost. `closed`: why the console is
-        closed, if it is. `secure`: it is served over TLS alone."""
+        """`hosts`: names of the page beside addresses and localhost. `closed`: why the console is closed, if it is.
+        `secure`: it is served over TLS alone."""
         self._guard = guard
         self._calls = ConsoleCalls(handlers)
         self._state = ConsoleState(cases)
@@ -90,14 +87,13 @@ class Console:
         exchange.again = partial(self._state_again, ConsoleCredentials(exchange))
 
     def _state_again(self, who: ConsoleCredentials) -> bytes | None:
-        """Returns the response for a page that polls, whose rights are checked again."""
+        """Answers a page that polls, whose rights are checked again."""
         try:
             return self._state.response(self._guard.authorize(who, ALL_RIGHTS).rights)
         except ServiceError:
             return None
 
     def _check_connection(self, exchange: Exchange) -> None:
-        """Raises RequestRefused unless the request came from the console's own page."""
         request = exchange.request
         host = request.headers.get("host", "")
         if not self._is_ours(host):
@@ -109,8 +105,7 @@ class Console:
             raise RequestRefused(308 if location else 403, "the console is served over TLS", location)
 
     def _is_ours(self, host: str) -> bool:
-        """Whether a name is an address, localhost or one of ours: a foreign name that leads here is an attack, DNS
-        rebinding."""
+        """A foreign name that leads here is an attack, DNS rebinding."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False
@@ -132,7 +127,7 @@ def _check_method(request: RequestHead, *methods: str) -> None:
 
 
 def _check_script(request: RequestHead) -> None:
-    """Raises RequestRefused unless our own page's script, or a program that is no browser, sends the request."""
+    """Accepts our own page's script, and programs that are no browser."""
     headers: Mapping[str, str] = request.headers
     origin = headers.get("origin")
     if HEADER not in headers:

@@ -33,8 +33,7 @@ class ConsoleState:
         self._made_at = float("-inf")
 
     def json(self, rights: Rights) -> bytes:
-        """Returns JSON for callers with these rights, less than a second old. Callers without the right to view get
-        only their rights."""
+        """Callers without the right to view get only their rights."""
         now = self._clock()
         if now - self._made_at >= _LASTS:
             self._made_at, self._whole = now, msgspec.json.encode(self._read())
@@ -46,7 +45,6 @@ class ConsoleState:
         return self._made[rights]
 
     def response(self, rights: Rights) -> bytes:
-        """Returns the JSON as a response that keeps its connection."""
         body = self.json(rights)
         if rights not in self._responses:
             self._responses[rights] = response(200, JSON, body, headers={**SAFE, **KEPT})

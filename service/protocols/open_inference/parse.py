@@ -91,7 +91,6 @@ def _text(value: Value | None, found: Violations) -> str:
 
 
 def _parameters(message: pb.ModelInferRequest, inputs: Mapping[str, Value], found: Violations) -> Parameters:
-    """Returns the parameters of the tensor; without it those of the request."""
     given = {name: value for name, value in from_parameters(message.parameters).items() if name != _EMPTY_FINAL}
     data = inputs.get(_SAMPLING)
     if not isinstance(data, bytes):

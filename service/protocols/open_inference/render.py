@@ -15,12 +15,11 @@ _REASONS = {FinishReason.STOP: "stop", FinishReason.STOP_STRING: "stop", FinishR
 
 
 def whole(messages: Sequence[AnswerMessage], question: ParsedInference) -> pb.ModelInferResponse:
-    """Makes the unary response, with an element for each answer."""
+    """The response has an element for each answer."""
     return _response(sorted(messages, key=lambda one: one.number), question)
 
 
 def piece(message: AnswerMessage, question: ParsedInference) -> pb.ModelStreamInferResponse:
-    """Makes a message of a stream: part of an answer, or all of it."""
     response = _response([message], question)
     response.parameters["triton_final_response"].bool_param = message.ending is not None
     return pb.ModelStreamInferResponse(infer_response=response)
@@ -42,7 +41,6 @@ def _response(messages: Sequence[AnswerMessage], question: ParsedInference) -> p
 
 
 def failed(request_id: str, message: str) -> pb.ModelStreamInferResponse:
-    """Makes the last message for a failed request of a stream."""
     return pb.ModelStreamInferResponse(error_message=message, infer_response=pb.ModelInferResponse(id=request_id))
 
 

@@ -1,5 +1,5 @@
-"""Reads sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or parameters of the
-request. Numbers may be written as texts."""
+"""Reads sampling parameters as Triton's vLLM backend takes them: a JSON object in a tensor, or the request's
+parameters. Numbers may be texts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KNOWN = {
 
 
 def from_json(data: bytes, found: Violations, field: str) -> Mapping[str, Any]:
-    """Returns an empty mapping where it is no object."""
+    """Empty where the data is no object."""
     value: Any = None
     if len(data) <= _MOST_JSON:
         with contextlib.suppress(ValueError, RecursionError):
@@ -54,8 +54,7 @@ def from_parameters(parameters: Mapping[str, pb.InferParameter]) -> Mapping[str,
 
 
 class Parameters:
-    """Reads named values. Wrong ones are reported to `found` and count as not set. Raises Unimplemented for unknown
-    ones."""
+    """Reports wrong values to `found` and counts them as not set. Raises Unimplemented for unknown ones."""
 
     def __init__(self, values: Mapping[str, Any], found: Violations, prefix: str) -> None:
         self._values = values
@@ -100,7 +99,7 @@ class Parameters:
         )
 
     def constraint(self) -> ConstraintText | None:
-        """Reads `structured_outputs`, or `guided_decoding` as it was called before: an object, or its JSON text."""
+        """Reads `structured_outputs` (formerly `guided_decoding`): an object, or its JSON text."""
         name = next((name for name in _CONSTRAINTS if self._values.get(name) is not None), None)
         if name is None:
             return None

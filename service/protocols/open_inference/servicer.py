@@ -26,8 +26,7 @@ RESOURCES = ResourceTypes(model="inference.Model", request="inference.ModelInfer
 
 
 class _Pieces:
-    """Writes messages as they come. Headers belong to the stream, which has many requests, and describe none of
-    them."""
+    """Writes no headers: they belong to the stream, which has many requests."""
 
     def __init__(self, writer: Writer, question: ParsedInference) -> None:
         self._writer = writer
@@ -41,8 +40,6 @@ class _Pieces:
 
 
 class OpenInferenceServicer:
-    """Implements the service inference.GRPCInferenceService."""
-
     def __init__(self, cases: UseCases, inbox: Inbox, watch: StallWatch, observers: Observers) -> None:
         self._cases = cases
         self._inbox = inbox
@@ -77,14 +74,12 @@ class OpenInferenceServicer:
         return outlet.response
 
     async def stream_infer(self, call: Call) -> None:
-        """Handles one request after the other, so that waiting ones are not read yet. Each has its own record, beside
-        the stream's."""
+        """Each request has its own record, beside the stream's."""
         with Writer(call.context, self._watch, call.origin.record) as writer:
             while await self._next(call, writer):
                 pass
 
     async def _next(self, call: Call, writer: Writer) -> bool:
-        """Reads a request and answers it. False where there is none any more."""
         with self._inbox.open(call.context, call.origin.tenant) as incoming:
             data = await incoming.next()
             if data is None:
@@ -101,7 +96,7 @@ class OpenInferenceServicer:
         return True
 
     async def _answer(self, data: bytes, origin: Origin, writer: Writer) -> None:
-        """Answers one request. A refusal is sent in the stream, which goes on."""
+        """A refusal is sent in the stream, which goes on."""
         request_id = ""
         try:
             check_shape(pb.ModelInferRequest, data)

@@ -16,8 +16,6 @@ _GENERATE: Rights = frozenset((Right.GENERATE,))
 
 
 class OpenInference:
-    """Implements the protocol of `protos/inference`."""
-
     counted = frozenset((f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer"))
 
     def data_services(

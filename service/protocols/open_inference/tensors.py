@@ -1,4 +1,4 @@
-"""Tensors of one element: which there are, and their elements out of messages and into them."""
+"""Tensors of one element, out of messages and into them."""
 
 from __future__ import annotations
 

@@ -79,7 +79,6 @@ def read_generate(message: pb.GenerateRequest, facts: ModelFacts) -> ParsedGener
 
 
 def _lacking(message: pb.GenerateRequest) -> Iterator[str]:
-    """Fields that are set and mean what is not served."""
     given = message.sampling_params
     yield from (field for field in _LACKING if message.HasField(field))
     if message.extra_mm_inputs:

@@ -36,7 +36,7 @@ def chunk(message: AnswerMessage, question: ParsedGenerate, prompt_tokens: int) 
 def complete(
     message: AnswerMessage, question: ParsedGenerate, ending: Ending, prompt_tokens: int
 ) -> pb.GenerateResponse:
-    """Makes an answer's last message, with the text and ids of the message before it or, if unary, of all."""
+    """Makes the last message, with the text and ids of the message before it or, if unary, of all."""
     response = pb.GenerateResponse()
     one = response.complete
     one.index = message.number
@@ -54,7 +54,7 @@ def complete(
 
 
 def logprobs(message: AnswerMessage, question: ParsedGenerate) -> pb.OutputLogProbs:
-    """Candidates only where some were asked for."""
+    """Has candidates only where requested."""
     values: Sequence[TokenLogprob] = message.logprobs
     tops = values if question.request.output.logprobs else ()
     return pb.OutputLogProbs(
@@ -65,7 +65,7 @@ def logprobs(message: AnswerMessage, question: ParsedGenerate) -> pb.OutputLogPr
 
 
 def input_logprobs(ids: Sequence[int], values: Sequence[TokenLogprob], question: ParsedGenerate) -> pb.InputLogProbs:
-    """Returns log-probabilities of the whole prompt, the first token of which has none."""
+    """The prompt's first token has no log-probability."""
     tops = [pb.TopLogProbs(), *map(_top, values)] if question.request.output.prompt_logprobs else ()
     return pb.InputLogProbs(
         token_logprobs=[pb.InputTokenLogProb(), *(pb.InputTokenLogProb(value=one.logprob) for one in values)],
@@ -94,7 +94,6 @@ def model_info(described: ModelDescription) -> pb.GetModelInfoResponse:
 
 
 def _defaults(params: SamplingParams) -> str:
-    """Returns the model's defaults that differ from those of this protocol's engines."""
     changed = {name: getattr(params, name) for name, off in _OFF.items() if getattr(params, name) != off}
     return json.dumps(changed) if changed else ""
 

@@ -22,8 +22,6 @@ _PIECE = 64 * 1024  # bytes of an archive in one message
 
 
 class _Outlet:
-    """Writes what the caller of Generate has asked for: chunks and an end, or the end alone."""
-
     def __init__(self, writer: Writer, question: ParsedGenerate) -> None:
         self._writer = writer
         self._question = question
@@ -50,7 +48,7 @@ class _Outlet:
             await writer.write(response.SerializeToString())
 
     def _prompt_scores(self, message: AnswerMessage) -> pb.InputLogProbs | None:
-        """Returns scores of the whole prompt, with the message that completes them: this protocol has one place for
+        """Returns the whole prompt's scores with the message that completes them, since this protocol has one place for
         them."""
         self._scored_ids.extend(message.prompt_ids)
         self._scores.extend(message.prompt_logprobs)
@@ -60,8 +58,6 @@ class _Outlet:
 
 
 class VllmEngineServicer:
-    """Implements the service vllm.grpc.engine.VllmEngine."""
-
     def __init__(self, cases: UseCases, watch: StallWatch) -> None:
         self._cases = cases
         self._watch = watch
@@ -76,8 +72,7 @@ class VllmEngineServicer:
             await answer(request, call.origin, _Outlet(writer, question))
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> pb.AbortResponse:
-        """Aborts a Generate call with ABORTED. A gateway calls it when its client has gone, instead of cancelling
-        Generate."""
+        """A gateway whose client has gone calls this instead of cancelling Generate, which ends with ABORTED."""
         for request_id in request.request_ids:
             with contextlib.suppress(UnknownRequest):
                 self._cases.admission.abort(call.origin.tenant, request_id, "the caller ended the request")

@@ -22,8 +22,6 @@ _LOOK: Rights = frozenset((Right.VIEW, Right.ADMIN))  # at what is there beside 
 
 
 class VllmEngine:
-    """Implements the protocol of `protos/vllm/grpc/engine`."""
-
     counted = frozenset((f"{ENGINE}/Generate",))
 
     def data_services(

@@ -68,8 +68,7 @@ def check_model(name: str, facts: ModelFacts) -> None:
 
 
 def read_generation(message: GenerationMessage, facts: ModelFacts, semantic: bool) -> Request:
-    """Returns the valid request; `semantic`: whether there is a semantic cache. Raises UnknownModel, InvalidRequest or
-    Unimplemented."""
+    """`semantic`: there is a semantic cache. Raises UnknownModel, InvalidRequest or Unimplemented."""
     check_model(message.model, facts)
     found = Violations()
     request = Request(

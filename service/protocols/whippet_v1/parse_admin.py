@@ -24,7 +24,6 @@ _KINDS = {
 
 
 def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
-    """Returns the optimisation's name, and whether to turn it on."""
     found = Violations()
     if not message.name:
         found.add("name", "must not be empty")
@@ -35,7 +34,7 @@ def read_switch(message: admin_pb2.SetOptimizationRequest) -> tuple[str, bool]:
 
 
 def read_drain(message: admin_pb2.DrainRequest, origin: Origin) -> float | None:
-    """Returns the seconds to wait; None: forever."""
+    """Seconds to wait; None: forever."""
     if not message.HasField("timeout"):
         return None if origin.deadline is None else max(0.0, origin.deadline - origin.arrived_at - _ANSWER_MARGIN)
     found = Violations()

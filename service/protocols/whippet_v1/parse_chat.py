@@ -1,4 +1,4 @@
-"""Checks the chat of a request (roles, parts, tools and template options) before anything is rendered."""
+"""Checks a chat's roles, parts, tools and template options before anything is rendered."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _SOURCES = {
 
 
 def stream_message(message: AnswerMessage, output: Output, texts: TokenTexts) -> pb.GenerateStreamResponse:
-    """Makes one message of a streamed answer. Most hold text alone: assigning fields costs less than passing them."""
+    """Assigning fields costs less than passing them."""
     response = pb.GenerateStreamResponse()
     response.text = message.text
     if message.number:
@@ -76,7 +76,7 @@ def whole_message(messages: Sequence[AnswerMessage], output: Output, texts: Toke
 
 
 def _put_prompt_info(into: pb.PromptInfo, facts: PromptFacts) -> None:
-    """Fills the message in place: to make one and copy it into another takes three times as long."""
+    """Fills in place: making one and copying it takes three times as long."""
     into.request_id, into.model, into.prompt_tokens = facts.request_id, facts.model, facts.prompt_tokens
 
 
@@ -131,7 +131,7 @@ def put_sampling(into: pb.SamplingOptions, params: SamplingParams) -> None:
 
 
 def model(described: ModelDescription) -> model_pb2.Model:
-    """Describes the model; a default for the seed would mean nothing."""
+    """Has no default for the seed, which would mean nothing."""
     facts, info = described.facts, described.info
     message = model_pb2.Model(
         name=facts.name,
@@ -172,5 +172,5 @@ def optimization(switch: OptimizationSwitch) -> admin_pb2.Optimization:
 
 
 def put_duration(into: Duration, seconds: float) -> None:
-    """Sets a duration, never negative. A zero is set as well, since it is known."""
+    """Never negative. A zero is set as well, since it is known."""
     into.seconds, into.nanos = divmod(max(0, round(seconds * 1e9)), 1_000_000_000)

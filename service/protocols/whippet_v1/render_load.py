@@ -84,6 +84,5 @@ def _distribution(histogram: Histogram) -> admin_pb2.Distribution:
 
 
 def _resident() -> int:
-    """Returns this process's resident bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

@@ -41,8 +41,6 @@ class StreamOutlet:
 
 
 class GenerationServicer:
-    """Implements the service whippet.v1.GenerationService."""
-
     def __init__(self, generator: Generator, tokenization: Tokenization, model: ServedModel, watch: StallWatch) -> None:
         self._generator = generator
         self._tokenization = tokenization
@@ -78,8 +76,6 @@ class GenerationServicer:
 
 
 class ModelServicer:
-    """Implements the service whippet.v1.ModelService."""
-
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
@@ -92,15 +88,13 @@ class ModelServicer:
 
 
 class AdminServicer:
-    """Implements the service whippet.v1.AdminService."""
-
     def __init__(self, cases: UseCases) -> None:
         self._cases = cases
 
     async def abort_generation(
         self, request: admin_pb2.AbortGenerationRequest, call: Call
     ) -> admin_pb2.AbortGenerationResponse:
-        """Aborts a generation; its caller gets ABORTED."""
+        """The generation's caller gets ABORTED."""
         tenant = request.tenant or DEFAULT_TENANT
         self._cases.admission.abort(tenant, request.request_id, "an operator ended the request")
         return admin_pb2.AbortGenerationResponse()

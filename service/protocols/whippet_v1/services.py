@@ -17,8 +17,6 @@ RESOURCES = ResourceTypes(model="whippet.v1.Model", request="whippet.v1.Generate
 
 
 class WhippetV1:
-    """Implements the protocol of `protos/whippet/v1`."""
-
     counted = frozenset(f"{GENERATION}/{name}" for name in RIGHTS[GENERATION])
 
     def data_services(

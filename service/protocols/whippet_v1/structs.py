@@ -1,8 +1,5 @@
-"""Converts google.protobuf.Struct to JSON values: whole numbers without a point, keys in a fixed order.
-
-A Struct is a map without an order; protobuf gives another one in every process. But templates print tools, so that
-their order is part of the prompt: of what the model was trained on, and of every cache's key.
-"""
+"""Converts google.protobuf.Struct to JSON values: whole numbers without a point, keys in a fixed order, since templates
+print tools, and a Struct's map has another order in every process."""
 
 from __future__ import annotations
 
@@ -82,6 +79,5 @@ def _number(value: float) -> int | float:
 
 
 def _in_order(members: dict[str, Json], required: Iterable[Json]) -> dict[str, Json]:
-    """Orders required members first, as they are listed."""
     first = {key: members[key] for key in required if isinstance(key, str) and key in members}
     return first | members

@@ -39,7 +39,7 @@ class Caller:
 
 
 class NoTokens:
-    """No tokens are configured: every caller is the default tenant with the same rights."""
+    """Every caller is the default tenant with the same rights."""
 
     def __init__(self, rights: Rights = ALL_RIGHTS) -> None:
         self._everyone = Caller(DEFAULT_TENANT, rights)
@@ -52,14 +52,14 @@ class NoTokens:
 
 
 def allowed(caller: Caller, permitted: Rights) -> Caller:
-    """Returns the caller if it has one of the rights. Raises PermissionDenied."""
+    """Raises PermissionDenied for a caller without any of the rights."""
     if permitted.isdisjoint(caller.rights):
         raise PermissionDenied(tuple(right.value for right in Right if right in permitted))
     return caller
 
 
 def bearer(metadata: Metadata) -> bytes | None:
-    """Returns the token of a call, if it has one. Raises Unauthenticated."""
+    """Raises Unauthenticated for a malformed token."""
     for key, value in metadata:
         if key == "authorization":
             raw = value.encode() if isinstance(value, str) else value
@@ -71,8 +71,8 @@ def bearer(metadata: Metadata) -> bytes | None:
 
 
 def certified(connection: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """Returns the alternative names of a client's certificate as a tokens file has them, kind first. Kinds are kept
-    apart: permission to certify a host name does not include URIs."""
+    """Returns a certificate's alternative names as a tokens file has them, kind first: permission to certify a host
+    name does not include URIs."""
     return tuple(
         alternative_name(kind, raw.decode("ascii", "replace"))
         for kind, key in (("URI", "peer_uri"), ("DNS", "peer_dns"), ("email", "peer_email"))

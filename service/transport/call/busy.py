@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 
 
 class BusyPeers:
-    """Counts the calls in flight of each connection, from the read of a call's message to the call's end. Connections
-    are keyed by gRPC's peer name. The event loop writes; another thread may call `idle_since` and `keep`."""
+    """Counts each connection's calls from the read of their message to their end, keyed by gRPC's peer name. The event
+    loop writes; another thread may call `idle_since` and `keep`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,11 +27,11 @@ class BusyPeers:
             del self._live[peer]
 
     def idle_since(self, peer: str, accepted: float) -> float | None:
-        """Returns when the last call of a connection ended, or `accepted` where it had none; None while it is busy."""
+        """Returns when the last call ended, or `accepted` where there was none; None while the connection is busy."""
         return None if peer in self._live else self._ended.get(peer, accepted)
 
     def keep(self, peers: Collection[str]) -> None:
-        """Forgets when calls ended on connections that are not in `peers`, the open ones."""
+        """Forgets all connections but the open `peers`."""
         for peer in tuple(self._ended):
             if peer not in peers:
                 self._ended.pop(peer, None)

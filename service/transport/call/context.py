@@ -1,4 +1,4 @@
-"""Declares what handlers use of a call: gRPC's own context provides it, and so does a call that a relay accepted."""
+"""Declares what handlers use of a call, whether gRPC or a relay accepted it."""
 
 from __future__ import annotations
 

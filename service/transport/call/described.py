@@ -1,8 +1,5 @@
-"""Describes a port's services for reflection: the contract's files, comments and JSON names included.
-
-Stubs have neither, so the files of the contract come from a set that was made beside the stubs. Files of gRPC's own
-services and their dependencies come from the process's pool.
-"""
+"""Describes a port's services for reflection. Stubs lack comments and JSON names, so the contract's files come from a
+set made beside the stubs; gRPC's own come from the process's pool."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ class DescribedFiles:
                 self._add_known(self._known.FindFileContainingSymbol(service).name)
 
     def with_dependencies(self, name: str) -> list[bytes] | None:
-        """Returns the named file, then all its dependencies, serialized. None where there is none."""
+        """Returns the named file, then its dependencies, serialized."""
         if name not in self._files:
             return None
         names = [name]
@@ -38,7 +35,7 @@ class DescribedFiles:
         return [self._files[one].SerializeToString() for one in names]
 
     def file_of(self, symbol: str) -> str:
-        """Returns the name of the file that defines a full name; empty where none does."""
+        """Names the file that defines a full name; empty where none does."""
         return self._symbols.get(symbol, "")
 
     def is_message(self, symbol: str) -> bool:
@@ -81,7 +78,7 @@ def _messages(file: FileDescriptorProto) -> Iterator[tuple[str, DescriptorProto]
 
 
 def _enum_symbols(scope: str, enums: Iterable[EnumDescriptorProto]) -> Iterator[str]:
-    """Yields an enum and its values, which are in the scope that the enum is in."""
+    """An enum's values are in the scope that the enum is in."""
     for enum in enums:
         yield f"{scope}.{enum.name}"
         for value in enum.value:

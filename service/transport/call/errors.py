@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Frames hold what the call held, its message above all, for as long as anything refers to the error: until the
-    next full collection, since gRPC makes a cycle of it."""
+    """Frames hold a call's message until the next full collection, since gRPC makes a cycle of the error."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

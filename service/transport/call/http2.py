@@ -57,8 +57,7 @@ class Identification(NamedTuple):
 
 
 def options(bounds: PortBounds, shared: bool) -> Options:
-    """Options of a server. `shared`: several processes listen on its port; otherwise a port that is taken is an
-    error."""
+    """`shared`: several processes listen on the port; otherwise a taken port is an error."""
     found = (
         *_OPTIONS,
         ("grpc.so_reuseport", int(shared)),
@@ -72,7 +71,7 @@ def options(bounds: PortBounds, shared: bool) -> Options:
 
 
 def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials:
-    """Returns credentials of one port: each new connection gets what is current then."""
+    """Each new connection gets what is current then."""
     identification = current()
 
     def news() -> grpc.ServerCertificateConfiguration | None:
@@ -88,7 +87,7 @@ def credentials(current: Callable[[], Identification]) -> grpc.ServerCredentials
 
 
 def bind(server: grpc.aio.Server, address: str, identification: grpc.ServerCredentials | None) -> int:
-    """Returns the port that the server will listen on; 0 where it cannot."""
+    """Returns the port; 0 where the server cannot listen."""
     try:
         return (
             server.add_insecure_port(address)

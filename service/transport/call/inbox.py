@@ -1,10 +1,8 @@
 """Bounds incoming messages: no message is read before its caller is known, and what is read is bounded in bytes.
 
-gRPC accepts 64 KiB of a call unasked, the first flow-control window. The rest arrives only while a read is posted, and
-its size is unknown until then. So a read reserves the largest message, and there are as many readers at a time as half
-of `live_bytes` has room for; the other half is for messages that were read and are being answered. Waiting calls are
-served in turns of one for each sender, so that a sender with a thousand calls delays another one's by one. A read that
-has lasted `_PATIENCE` loses its turn where another call waits for it.
+Beyond a first window of 64 KiB, a message of unknown size arrives only while a read is posted. So a read reserves the
+largest message, and readers may reserve half of `live_bytes`; the other half is for messages being answered. Senders
+take turns. A read that has lasted `_PATIENCE` loses its turn where another call waits.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ SMALL = InboxBounds(message_bytes=64 * 1024, live_bytes=8 * 1024 * 1024)  # for 
 
 
 class Incoming:
-    """The one message of a call. Leaving the `with` block releases what it held."""
+    """A call's messages. Leaving the `with` block releases what it held."""
 
     __slots__ = ("_context", "_inbox", "busy", "came", "held", "peer", "sender", "since", "turn")
 
@@ -72,15 +70,14 @@ class Incoming:
         self._inbox.forget(self)
 
     async def read(self) -> bytes:
-        """Returns the message. Raises Overloaded, MessageStalled, or InvalidRequest where the caller ended without
-        one."""
+        """Raises Overloaded, MessageStalled, or InvalidRequest where the caller ended without a message."""
         data = await self.next()
         if data is None:
             raise InvalidRequest((Violation("", "no message came"),))
         return data
 
     async def next(self) -> bytes | None:
-        """Returns the next message; None where the caller has sent its last. Raises Overloaded or MessageStalled."""
+        """None where the caller has sent its last message. Raises Overloaded or MessageStalled."""
         inbox, loop = self._inbox, asyncio.get_running_loop()
         came = inbox.begin(self, loop) or await inbox.turn(self, loop)
         try:
@@ -100,9 +97,8 @@ class Incoming:
         return found
 
     async def _read_into(self, came: asyncio.Future[object]) -> None:
-        """Runs gRPC's read, which is never cancelled: it would not release a message that arrives nonetheless. It ends
-        with the call, and no task may wait for it any more then. A future beside a task costs a tenth of a shield
-        within a timeout."""
+        """Runs gRPC's read, which is never cancelled: it would not release a message that arrives nonetheless. A future
+        beside a task costs a tenth of a shield within a timeout."""
         try:
             found: object = await self._context.read()
         except Exception as error:
@@ -115,13 +111,13 @@ class Incoming:
             self.turn.set_result(granted)
 
     def interrupt(self, error: Callable[[], Exception]) -> None:
-        """Ends its read, which raises the error."""
+        """Ends the read, which raises the error."""
         if self.came is not None and not self.came.done():
             self.came.set_result(error())
 
 
 class Inbox:
-    """Holds the calls of one port that wait to read, read, or hold what they have read."""
+    """The calls of one port that wait to read, read, or hold what they have read."""
 
     def __init__(self, bounds: InboxBounds, refusals: Counter[str]) -> None:
         self._bounds = bounds
@@ -142,17 +138,17 @@ class Inbox:
         self._limit: asyncio.TimerHandle | None = None  # while anybody reads, and for a while after
 
     def open(self, context: Context, tenant: str) -> Incoming:
-        """Registers a call of a known caller: its connection and tenant are one sender."""
+        """One connection of one tenant is one sender."""
         return Incoming(self, context, tenant)
 
     def begin(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object] | None:
-        """Returns the future of its message, if it may read at once."""
+        """Returns the future of the message, if the call may read at once."""
         if one.sender in self._waiting or not self._has_room(one.sender):
             return None
         return self._begin(one, loop)
 
     async def turn(self, one: Incoming, loop: asyncio.AbstractEventLoop) -> asyncio.Future[object]:
-        """Waits for a turn and returns the future of its message. Raises Overloaded."""
+        """Waits for a turn and returns the future of the message. Raises Overloaded."""
         one.turn = loop.create_future()
         self._enqueue(one)
         self._watch(loop)
@@ -184,13 +180,13 @@ class Inbox:
         self.occupy(one)
 
     def occupy(self, one: Incoming) -> None:
-        """Counts the connection of a call as busy until the call is forgotten, so that it is not evicted."""
+        """Protects the call's connection from eviction until the call is forgotten."""
         if not one.busy:
             one.busy = True
             self.busy.begin(one.peer)
 
     async def breathe(self) -> None:
-        """Returns to one call at a time, once the loop has run all other tasks: what follows takes a while."""
+        """Returns to one call at a time, after all other tasks of the loop: what follows takes a while."""
         async with self._large:
             await asyncio.sleep(0)
 
@@ -202,9 +198,8 @@ class Inbox:
             self.busy.end(one.peer)
 
     async def drain(self, context: Context) -> None:
-        """Reads and discards what the caller still sends, before its call is refused: a grpc.aio client that is writing
-        when its call ends reports INTERNAL instead of the status. Returns once the caller has half-closed or pauses, or
-        at a bound of time or bytes. Returns at once where too many calls are being drained."""
+        """Discards what a refused call still sends, since a grpc.aio client that is writing when its call ends reports
+        INTERNAL instead of the status. Ends when the caller half-closes or pauses, or at a bound."""
         if self._draining >= _DRAINS[1]:
             return
         self._draining += 1
@@ -219,8 +214,8 @@ class Inbox:
             self._draining -= 1
 
     async def _before_pause(self, context: Context) -> object:
-        """Returns the next message of a refused call. Returns grpc.aio.EOF where the caller has half-closed, and None
-        where the call has ended or nothing comes within _PAUSE."""
+        """Returns grpc.aio.EOF where the caller has half-closed, and None where the call has ended or nothing comes
+        within _PAUSE."""
         loop = asyncio.get_running_loop()
         came: asyncio.Future[object] = loop.create_future()
 
@@ -265,7 +260,7 @@ class Inbox:
             del self._reading_of[one.sender]
 
     def _enqueue(self, one: Incoming) -> None:
-        """Enqueues a call. Where too many wait, the sender with the most of them loses its newest."""
+        """Where too many calls wait, the sender with most of them loses its newest."""
         self._waiting.setdefault(one.sender, {})[one] = None
         self._waiting_count += 1
         if self._waiting_count > _MOST_WAITING:
@@ -283,7 +278,6 @@ class Inbox:
                 del self._waiting[one.sender]
 
     def _give_turns(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Gives one turn to each waiting sender, repeatedly while there is room."""
         given = True
         while given and len(self._reading) < self._readers:
             given = False
@@ -298,12 +292,11 @@ class Inbox:
                     given = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Polls slow readers while any call waits."""
         if self._timer is None and self._waiting_count:
             self._timer = loop.call_later(_PATIENCE / 4, self._interrupt_slow, loop)
 
     def _interrupt_slow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Interrupts reads that have lasted too long, but no more of them than calls wait."""
+        """Interrupts no more reads than calls wait."""
         self._timer = None
         before = loop.time() - _PATIENCE
         for sender, mine in tuple(self._waiting.items()):
@@ -318,8 +311,7 @@ class Inbox:
         self._watch(loop)
 
     def _interrupt_stalled(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends stalled reads. All share one timer, which is set again only if a call reads when it is due: a timer for
-        each would cost more than the read."""
+        """All reads share one timer: one for each would cost more than the read."""
         before = loop.time() - _LONGEST_READ
         for one in tuple(self._reading):
             if one.since > before:

@@ -1,7 +1,7 @@
 """Wraps every RPC: identifies the caller, reads its message, bounds the answer, and maps exceptions to statuses.
 
-gRPC's own handlers of one message read it before any code of ours runs. Ours are all registered as if they took a
-stream of messages, which looks the same on the wire: the caller is known first, and reading waits for its turn.
+All methods are registered as taking a stream, since gRPC reads one message before any code of ours: so the caller is
+known first, and reading waits for its turn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 class Guard(Protocol):
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
-        """Returns the caller if it has one of the rights. Raises Unauthenticated or PermissionDenied."""
+        """Raises Unauthenticated, or PermissionDenied for a caller without any of the rights."""
 
     def tenants(self) -> frozenset[str]:
         pass
@@ -58,7 +58,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """Handler of one method. A streamed one writes its responses to the context."""
+    """A streamed method writes its responses to the context."""
 
     handle: Callable[[RecordBuilder, Context], Awaitable[bytes | None]]
     streams: bool
@@ -96,8 +96,7 @@ class Endpoints:
         return Method(handle, streams=False)
 
     def stream(self, permitted: Rights, body: StreamBody, check: Check = read_all, *, many: bool = False) -> Method:
-        """Makes a method of a body that writes its responses to the context. `many`: callers send a stream of messages,
-        which is drained before an error ends the call."""
+        """`many`: callers send a stream of messages, which is drained before an error ends the call."""
 
         async def handle(record: RecordBuilder, context: Context) -> None:
             try:
@@ -124,7 +123,7 @@ class Endpoints:
 async def abort_with(
     error: Exception, record: RecordBuilder, context: Context, resources: ResourceTypes | None = None
 ) -> NoReturn:
-    """Ends the RPC. Where gRPC could not write any more, the caller has gone, and it has ended already."""
+    """Ends the RPC, which has ended already where gRPC cannot write because the caller has gone."""
     if isinstance(error, grpc.aio.InternalError):
         raise asyncio.CancelledError from error
     if isinstance(error, grpc.aio.BaseError):
@@ -148,7 +147,7 @@ async def abort_with(
 
 
 def service(name: str, methods: Mapping[str, Method], observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
-    """Returns a service's handler. Observers are notified of each call once, when it has ended."""
+    """Observers are notified of each call once, when it has ended."""
     handlers = {key: _observed(f"{name}/{key}", method, observers) for key, method in methods.items()}
     return grpc.method_handlers_generic_handler(name, handlers)
 
@@ -183,8 +182,7 @@ def _observed(path: str, method: Method, observers: Observers) -> grpc.RpcMethod
 
 
 def _unanswered(context: Context) -> str:
-    """Returns how a call ended that was aborted or cancelled: gRPC knows a code where it was aborted; where it was
-    cancelled, none."""
+    """Returns how an aborted or cancelled call ended: gRPC knows a code only of the former."""
     code = context.code()
     if code is None:
         late = context.time_remaining() == 0

@@ -42,8 +42,8 @@ class RpcFailure:
 
 
 def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
-    """Returns the status of `error`. An exception outside the table is INTERNAL and reveals nothing of its cause.
-    Without `resources`, a missing resource is not named."""
+    """An exception outside the table is INTERNAL and reveals nothing of its cause. Without `resources`, a missing
+    resource is not named."""
     if type(error) is errors.Overloaded:
         return _overload(str(error), error.reason, error.retry_after)
     for kind in type(error).__mro__:
@@ -57,8 +57,8 @@ def failure_of(error: Exception, resources: ResourceTypes | None) -> RpcFailure:
 
 @lru_cache(_KEPT)
 def _overload(message: str, reason: Reason, retry_after: float) -> RpcFailure:
-    """Returns the status of an Overloaded. Cached: there may be thousands a second, and few different ones, and what is
-    allocated in a flood and kept would hold on to the memory around it."""
+    """Cached, because a flood has thousands a second, and allocations kept from it would hold on to the memory around
+    them."""
     code, details = _TABLE[errors.Overloaded]
     return _failure(code, message, details(errors.Overloaded(message, reason, retry_after)))
 

@@ -10,7 +10,7 @@ from service.transport.call.context import Context
 
 
 class Writer:
-    """Writes bytes to one call, and knows since when a write has been waiting."""
+    """Knows since when a write has been waiting."""
 
     def __init__(self, context: Context, watch: StallWatch, record: RecordBuilder) -> None:
         self.context = context
@@ -43,15 +43,14 @@ class Writer:
         self._bytes += len(data)
 
     def stall(self) -> None:
-        """Interrupts the handler, which turns it into StreamStalled."""
+        """Interrupts the handler, which raises StreamStalled."""
         self.stalled = True
         if self._task is not None:
             self._task.cancel()
 
 
 class StallWatch:
-    """Ends the streams whose reader takes nothing. Checking all of them together costs less than a timer for each
-    write."""
+    """Ends streams whose reader takes nothing. One check of all costs less than a timer for each write."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout  # seconds
@@ -64,7 +63,7 @@ class StallWatch:
         self._writers.discard(writer)
 
     async def run(self) -> None:
-        """Ends stalled streams, forever. A stream is ended at most a tenth of the timeout late."""
+        """Ends a stream at most a tenth of the timeout late."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(1.0, self._timeout / 10))

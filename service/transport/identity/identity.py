@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Identity:
-    """Identifies callers to us and us to them. Both are read again when their files change."""
+    """Both tokens and certificates are read again when their files change."""
 
     def __init__(self, settings: Settings) -> None:
         self._certificates = None if settings.tls.cert is None else Certificates(settings.tls)
@@ -34,16 +34,14 @@ class Identity:
         return self._everybody if self._tokens is None else self._tokens
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Returns credentials of one port; None: plaintext."""
+        """None where the port is plaintext."""
         return None if self._certificates is None else self._certificates.credentials()
 
     @property
     def certificates(self) -> Certificates | None:
-        """Returns our certificates; None: plaintext."""
         return self._certificates
 
     def reload(self) -> None:
-        """Requests a reload, whether or not the files look changed."""
         if self._tokens is None:
             _log.info("there is no tokens file to be read again")
         for one in (self._tokens, self._certificates):
@@ -52,7 +50,7 @@ class Identity:
 
     @property
     def expiries(self) -> Mapping[str, float]:
-        """Returns when our certificate and our callers' authority expire; Unix time in seconds."""
+        """Unix time in seconds of our certificate's end and our callers' authority's."""
         return {} if self._certificates is None else self._certificates.expiries
 
     @property
@@ -73,8 +71,8 @@ def refuse_strangers(settings: Settings) -> None:
 
 
 def closed_console(settings: Settings) -> str:
-    """Returns why the console is closed to everyone; empty where it is open. --insecure does not open it: the console
-    changes switches, and opening a port for scrapers does not imply that."""
+    """Empty where the console is open. --insecure does not open it: the console changes switches, and opening a port
+    for scrapers does not imply that."""
     if not _strangers(settings) or _loopback("metrics-listen", settings.metrics_listen):
         return ""
     return (
@@ -84,12 +82,10 @@ def closed_console(settings: Settings) -> str:
 
 
 def _strangers(settings: Settings) -> bool:
-    """Whether callers need not identify themselves."""
     return settings.auth.tokens_file is None and settings.tls.client_ca is None
 
 
 def _open_ports(settings: Settings) -> Iterator[tuple[str, str]]:
-    """Yields settings and addresses of ports that other machines can reach."""
     yield from _open_port("listen", settings.listen)
     yield from _open_port("admin-listen", settings.admin_listen)
 
@@ -111,7 +107,6 @@ def _tell_exposure(settings: Settings) -> None:
 
 
 def _loopback(name: str, address: str) -> bool:
-    """Whether only this machine reaches the address. Raises BadSettings."""
     try:
         found = socket.getaddrinfo(address.rpartition(":")[0].strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError as error:

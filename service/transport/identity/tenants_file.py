@@ -32,11 +32,10 @@ _NAMES = ("tokens-per-minute", "burst", "requests", "priority", "metrics")
 
 
 class TenantsFile:
-    """Implements `PolicySource` with a file, replaced as a whole when it changes. Where it has become unreadable, the
-    previous policies stay in force."""
+    """Replaces its policies as a whole when the file changes; an unreadable file leaves them in force."""
 
     def __init__(self, path: Path, count: Callable[[str], None]) -> None:
-        """Raises BadSettings. Later readings are counted by their outcome: `read` or `invalid`."""
+        """Raises BadSettings. Later readings are counted as `read` or `invalid`."""
         self._path = path
         self._count = count
         watch = FileWatch("tenants", [path], self._read_again, lambda: None)
@@ -85,11 +84,8 @@ def read_tenants(path: Path) -> TenantPolicies:
 
 
 def _tree(text: str) -> object:
-    """Parses the first document: its mappings, texts, whole numbers and truth values; None for every other value.
-
-    Goes from event to event; the library's own reader would keep other threads waiting for as long as the file is.
-    Raises YAMLError.
-    """
+    """Parses mappings, texts, whole numbers and truth values; None for every other value. Goes from event to event,
+    since the library's reader would block other threads. Raises YAMLError."""
     events = give_way(yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
     resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
 
@@ -154,7 +150,6 @@ def _count(entry: Mapping[str | None, object], name: str, most: int, where: str)
 
 
 def quotas_of(path: Path | None, caches: AnswerCaches, refusals: Counter[str]) -> Quotas:
-    """Makes the quotas of a server from its tenants file and the Redis of its caches. Raises BadSettings."""
     if path is None:
         return Quotas(refusals=refusals)
     file = TenantsFile(path, lambda outcome: caches.counters.count("tenants_file", outcome))

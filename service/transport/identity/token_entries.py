@@ -87,8 +87,7 @@ def read_entries(path: Path) -> Entries:
 
 
 def give_way(items: Iterator[T]) -> Iterator[T]:
-    """Yields the same items with pauses: a computing thread otherwise makes others wait for 5 ms each time they ask for
-    a turn."""
+    """Pauses between items: a computing thread otherwise makes others wait 5 ms for each turn."""
     since = time.monotonic()
     for item in items:
         yield item
@@ -103,18 +102,14 @@ class _NoList(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """A time as it is written; YAML's own reader would lose a missing zone."""
+    """A time as written; YAML's own reader would lose a missing zone."""
 
     text: str
 
 
 def _items(text: str) -> Iterator[object]:
-    """Yields the items of the one document, which is a list: their lists, mappings, texts and times; None for every
-    other value, such as a number.
-
-    Goes from event to event; the library's own reader would keep other threads waiting for as long as the file is.
-    Raises YAMLError or _NoList.
-    """
+    """Yields lists, mappings, texts and times; None for every other value. Goes from event to event, since the
+    library's reader would block other threads. Raises YAMLError or _NoList."""
     events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     resolve: Callable[..., str] = yaml.resolver.Resolver().resolve
 
@@ -149,14 +144,12 @@ _KNOWN = {right.value: right for right in Right}
 
 
 class _EntryReader:
-    """Reads one entry. Raises BadSettings."""
-
     def __init__(self, where: str, number: int) -> None:
         self.where = where
         self._number = number
 
     def entry(self, item: object) -> tuple[str | None, TokenEntry]:
-        """Returns the certificate's name, if the entry is one's, and the entry."""
+        """The name is the certificate's; None where the entry has a hash."""
         if not isinstance(item, dict) or set(item) - {"expires"} not in (
             {"tenant", "rights", "sha256"},
             {"tenant", "rights", "san"},

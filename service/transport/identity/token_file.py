@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """Holds the entries of one file, replaced as a whole when it changes. Where it has become unreadable, the old
-    entries stay in force."""
+    """Replaces its entries as a whole when the file changes; an unreadable file leaves them in force."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -35,8 +34,8 @@ class TokenFile:
         self._watch.start()
 
     def authorize(self, call: Presented, permitted: Rights) -> Caller:
-        """Returns the caller if it has one of the rights. A token wins over the connection's certificate even where it
-        is unknown: a gateway has one certificate, and its callers have tokens."""
+        """A token wins over the connection's certificate even where it is unknown: a gateway has one certificate, and
+        its callers have tokens."""
         token = bearer(call.invocation_metadata() or ())
         entry = self._of_certificate(call) if token is None else self._of_token(token)
         if entry.expires is not None and entry.expires <= self._clock():
@@ -46,7 +45,7 @@ class TokenFile:
         return allowed(entry.caller, permitted)
 
     def _of_token(self, token: bytes) -> TokenEntry:
-        """Looks up a digest, and compares unknown tokens as well, so that timing reveals nothing of any token."""
+        """Compares unknown tokens as well, so that timing reveals nothing of any token."""
         digest = hashlib.sha256(token).digest()
         entry = self._entries.tokens.get(digest, _NO_ENTRY)
         if not hmac.compare_digest(entry.digest, digest):

@@ -1,10 +1,8 @@
 """Closes a port without a call that ends badly.
 
-A gRPC server that shuts down sends GOAWAY on its connections, and until the client has received it, a call that arrives
-is dropped as CANCELLED, which no client retries. So before that, new calls are kept waiting: a client that calls in a
-loop soon waits for an answer and calls no more; one that does not wait soon has as many calls on its connection as
-HTTP/2 allows. Then comes GOAWAY, and after it on the same connection the answer, a refusal with a retry hint. The next
-call makes a new connection, here or elsewhere. Running calls go on.
+A gRPC server that shuts down sends GOAWAY, and drops as CANCELLED, which no client retries, calls that arrive before
+the client has it. So new calls are first kept waiting, until clients send no more. Then GOAWAY is sent, and behind it
+the refusal with a retry hint, so that the next call makes a new connection. Running calls go on.
 """
 
 from __future__ import annotations
@@ -37,11 +35,11 @@ _Body = Callable[[object, object], Awaitable[bytes | None]]  # of a method: its 
 
 
 class Gate(_GenericHandler):
-    """Stands before every method of a port. As an interceptor of gRPC's it would cost each call three coroutines; so it
+    """Stands before every method of a port. An interceptor of gRPC's would cost each call three coroutines; so this
     looks methods up, and gives out those that wait only while it is closed."""
 
     def __init__(self, handlers: Sequence[grpc.GenericRpcHandler[bytes, bytes]]) -> None:
-        """`handlers` belong to the services behind the gate; the first that knows a method handles it."""
+        """The first of the `handlers` that knows a method handles it."""
         self._handlers = tuple(handlers)
         self._open = asyncio.Event()
         self._open.set()
@@ -59,20 +57,20 @@ class Gate(_GenericHandler):
         return None
 
     def leave(self, server: Stoppable) -> asyncio.Task[None]:
-        """Stops accepting connections, and makes clients look for another server; running calls go on. By now every
-        handler refuses new calls. The task ends once all clients have been notified."""
+        """Stops accepting connections and sends clients elsewhere, once every handler refuses new calls. The task ends
+        once all clients have been notified."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(server))
         return self._leaving
 
     def hurry(self) -> None:
-        """Closes quickly: leaving matters more than how calls end."""
+        """Leaving matters more than how calls end."""
         self._patience = 0.0
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(0.0)
 
     async def close(self, server: Stoppable, grace: float) -> None:
-        """Ends the port; running calls get `grace` seconds."""
+        """Gives running calls `grace` seconds."""
         await self.leave(server)
         await server.stop(grace)
 
@@ -107,7 +105,6 @@ class Gate(_GenericHandler):
         self._limit = None
 
     async def _another(self) -> bool:
-        """Whether a call arrives before the port has been quiet for long enough."""
         self._came.clear()
         try:
             async with asyncio.timeout(_QUIET):

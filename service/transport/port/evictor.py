@@ -1,11 +1,8 @@
-"""Evicts idle connections of the gRPC ports of this process, where a port has more connections than its bound.
+"""Evicts idle connections where a gRPC port of this process has more than its bound.
 
-gRPC owns its sockets, and at its limit it can only refuse the newest connection: a client that opens enough connections
-and stays silent would block the port for all others. So gRPC is allowed more connections than the bound
-(`http2.PortBounds.spare`). A thread finds their sockets among the descriptors of the process and shuts down those that
-`surplus` chooses, which looks to gRPC as if the client had disconnected. This works below TLS and HTTP/2, so that an
-unfinished handshake counts as an idle connection. It is a thread because a flood of connections can delay the event
-loop.
+At its limit gRPC can only refuse the newest connection, so that silent ones would block the port. So it is allowed more
+(`http2.PortBounds.spare`), and a thread, which no flood delays, shuts down the sockets that `surplus` chooses: to gRPC,
+the client has disconnected. An unfinished handshake counts as idle.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ Inode = int
 
 @dataclass(slots=True)
 class Connection:
-    """Describes an accepted connection. Implements surplus.Held."""
+    """An accepted connection, as surplus.Held."""
 
     fd: int
     inode: Inode
@@ -62,7 +59,7 @@ class _BoundedPort:
 
 
 class Evictor:
-    """Keeps the registered ports of this process within their bounds. Tests call `look` instead of `start`."""
+    """Tests call `look` instead of `start`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -74,18 +71,17 @@ class Evictor:
         self._thread: threading.Thread | None = None
 
     def watch(self, port: int, bounds: PortBounds, busy: BusyPeers) -> None:
-        """Enforces the bound of a port that this process listens on, from the next poll on."""
         self._ports = {**self._ports, port: _BoundedPort(bounds.connections, bounds.spare, busy)}
         self._others = set()
 
     def start(self) -> None:
-        """Starts the thread that polls until the process ends. Further calls do nothing."""
+        """Polls until the process ends. Further calls do nothing."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="evictor", daemon=True)
             self._thread.start()
 
     def look(self) -> int:
-        """Polls once. Returns how many connections were evicted."""
+        """Returns how many connections were evicted."""
         now = self._clock()
         least = min((one.bound for one in self._ports.values()), default=0)
         if now - self._looked < _LONGEST and 0 < _descriptors() <= least:
@@ -104,14 +100,12 @@ class Evictor:
             time.sleep(_EVERY_CROWDED if evicted else _EVERY)
 
     def _log_failure(self) -> None:
-        """Logs the exception that is being handled, at most once in _LOG_EVERY seconds."""
         now = self._clock()
         if now - self._failure_logged >= _LOG_EVERY:
             self._failure_logged = now
             _log.exception("connections could not be looked at")
 
     def _find(self, now: float) -> None:
-        """Updates the list of connections of each port from the descriptors of the process."""
         for bounded in self._ports.values():
             bounded.connections = []
         known, others = {}, set()
@@ -146,11 +140,8 @@ class Evictor:
         return len(leaving)
 
     def _surplus(self, bounded: _BoundedPort, now: float) -> list[Connection]:
-        """Chooses the connections to evict.
-
-        Prefers those that have been idle for _SETTLED seconds: a new connection gets that long to make its first call,
-        and a client whose connections are evicted reconnects no more often. Where that leaves more than half of the
-        spare in use, takes any idle connection."""
+        """Prefers connections idle for _SETTLED seconds: a new one gets that long to make its first call. Where that
+        leaves more than half of the spare in use, takes any."""
         idle = [(one, bounded.busy.idle_since(one.peer, one.accepted)) for one in bounded.connections]
         for one, since in idle:
             one.idle_since = None if since is None or now - since < _SETTLED else since
@@ -164,7 +155,7 @@ class Evictor:
 
 
 def _descriptors() -> int:
-    """Returns how many descriptors are open; 0 where the kernel (before 6.2) does not report it in one call."""
+    """0 where the kernel (before 6.2) does not report it in one call."""
     return os.stat(_FDS).st_size
 
 
@@ -177,8 +168,8 @@ def _sockets() -> Iterator[tuple[int, Inode]]:
 
 
 def _ends(fd: int) -> tuple[int, str, Host] | None:
-    """Returns the local port, and gRPC's name and the host of the peer. Returns None where the socket is not connected,
-    and port 0 where it is no internet socket."""
+    """Returns the local port, and the peer's gRPC name and host. None where the socket is not connected; port 0 where
+    it is no internet socket."""
     one = None
     try:
         one = socket.socket(fileno=fd)
@@ -205,8 +196,8 @@ def _name(address: str, port: int, scope: int) -> str:
 
 
 def _shut(one: Connection) -> None:
-    """Resets the connection. Works on a duplicate and compares its inode first, since gRPC may close the descriptor at
-    any time and the process may reuse its number for another socket."""
+    """Works on a duplicate and compares its inode, since gRPC may close the descriptor and the process reuse its
+    number."""
     with contextlib.suppress(OSError):  # the connection was closed meanwhile
         fd = os.dup(one.fd)
         with contextlib.closing(socket.socket(fileno=fd)) as own:

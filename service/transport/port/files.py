@@ -26,7 +26,7 @@ class NoFile(Exception):
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """Reads at most `most` bytes. Does not wait for a writer, as a FIFO would. Raises OSError or NoFile."""
+    """Does not wait for a writer, as a FIFO would. Raises OSError or NoFile."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise NoFile("is no file")
@@ -37,12 +37,12 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 class FileWatch:
-    """Reads files again when one of them has changed, in a thread, so that no caller waits for that or meets what is
-    wrong with them. Looks through links: a folder that Kubernetes swaps is a change."""
+    """Reads changed files in a thread, so that no caller waits for that. Looks through links: a folder that Kubernetes
+    swaps is a change."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], None], remind: Callable[[], None]) -> None:
-        """Made before the first reading, and `start`ed after it. `read` applies the file's contents, or raises
-        BadSettings. `remind` is called after each reading and every day, to warn of what will soon expire."""
+        """Made before the first reading, and `start`ed after it. `read` raises BadSettings; `remind`, called after each
+        reading and every day, warns of expiry."""
         self.failures = 0  # readings that have put nothing into force
         self._name = name
         self._paths = tuple(paths)
@@ -55,7 +55,6 @@ class FileWatch:
         threading.Thread(target=self._follow, name=self._name, daemon=True).start()
 
     def ask(self) -> None:
-        """Reads them soon, whether or not they look changed."""
         self._asked.set()
 
     def _follow(self) -> None:
@@ -73,7 +72,7 @@ class FileWatch:
                 reminded = time.monotonic()
 
     def _guarded(self, work: Callable[[], None]) -> bool:
-        """Whether the work succeeded. An unexpected error must not end the thread."""
+        """An unexpected error must not end the thread."""
         try:
             work()
             return True

@@ -1,8 +1,5 @@
-"""Serves grpc.health.v1: `""` is SERVING while the process lives and its engine may be expected, the services that
-generate while requests are accepted.
-
-No token is needed: probes have none.
-"""
+"""Serves grpc.health.v1, without tokens, which probes lack: `""` is SERVING while the process lives and its engine may
+be expected, the services that generate while requests are accepted."""
 
 from __future__ import annotations
 
@@ -29,12 +26,9 @@ _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class Health:
-    """Status of the names, and the calls that watch them."""
-
     def __init__(
         self, ready: Callable[[], bool], alive: Callable[[], bool], generating: Collection[str] = (GENERATION,)
     ) -> None:
-        """`generating`: the services that are SERVING while requests are accepted."""
         self._ready = ready
         self._alive = alive
         self._generating = generating
@@ -43,8 +37,6 @@ class Health:
         self._closed = False
 
     def handlers(self, inbox: Inbox, observers: Observers) -> grpc.GenericRpcHandler[bytes, bytes]:
-        """Returns the service's handler for a port with this inbox; several servers may share the service."""
-
         async def check(record: RecordBuilder, context: Context) -> bytes:
             return await self._check(await self._name(inbox, record, context), context)
 
@@ -69,7 +61,7 @@ class Health:
             self._wake()
 
     def close(self) -> None:
-        """Marks all services as not SERVING and ends watchers' calls, since the process ends."""
+        """Marks all services as not SERVING and ends watchers' calls."""
         self._closed = True
         self._status = dict.fromkeys(self._status, _NOT_SERVING)
         self._wake()

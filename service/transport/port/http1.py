@@ -1,4 +1,4 @@
-"""Implements HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
+"""HTTP/1.1 of the metrics port: heads and bodies bounded, one request at a time on a connection."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RequestHead:
 
 
 def parse_head(head: bytes) -> RequestHead:
-    """Reads what it can: a line that is no header is left out."""
+    """Leaves out a line that is no header."""
     first, *rest = head.decode("latin-1").split("\r\n")
     method, target, *_ = [*first.split(" "), "", ""]
     headers: dict[str, str] = {}
@@ -70,8 +70,6 @@ def parse_head(head: bytes) -> RequestHead:
 
 
 class Exchange:
-    """One request and the connection that its response goes to."""
-
     def __init__(
         self,
         request: RequestHead,
@@ -92,12 +90,12 @@ class Exchange:
 
     @property
     def peer(self) -> str:
-        """Returns the connection's name, which no gRPC connection has."""
+        """A name that no gRPC connection has."""
         host, port, *_ = self.writer.get_extra_info("peername") or ("", 0)
         return f"http:{host}:{port}"
 
     def respond(self, kind: str, body: bytes, headers: Mapping[str, str], *, bodiless: bool = False) -> None:
-        """Sends a successful response, and keeps the connection where the client can use it."""
+        """Sends success, and keeps the connection where the client can use it."""
         self.keeps = self.request.keeps
         self.writer.write(response(200, kind, body, bodiless, {**headers, **KEPT} if self.keeps else headers))
 
@@ -111,7 +109,6 @@ class Exchange:
         self._hold.end()
 
     async def body(self) -> bytes:
-        """Returns the whole body. Raises RequestRefused."""
         length = self.request.headers.get("content-length", "")
         if "transfer-encoding" in self.request.headers or not (length.isascii() and length.isdigit()):
             raise RequestRefused(411, "a body needs a Content-Length")
@@ -127,15 +124,15 @@ class Exchange:
 
 class Hold(Protocol):
     def take(self) -> bool:
-        """Whether a place was free."""
+        pass
 
     def end(self) -> None:
-        """Bounds the connection in time again."""
+        pass
 
 
 class Site(Protocol):
     def answer(self, exchange: Exchange) -> Awaitable[None]:
-        """Writes the response. Raises RequestRefused before anything was written."""
+        """Raises RequestRefused only before anything was written."""
 
 
 def response(
@@ -147,14 +144,13 @@ def response(
 
 
 def head(status: int, headers: Mapping[str, str]) -> bytes:
-    """Makes the head of a response, which ends with its connection unless the headers state otherwise."""
+    """The response ends with its connection unless the headers state otherwise."""
     headers = {"Connection": "close", **headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\n{lines}\r\n".encode("latin-1")
 
 
 def _names(certificate: Mapping[str, object]) -> Mapping[str, Iterable[bytes]]:
-    """Returns the alternative names of a verified certificate under gRPC's keys."""
     found: dict[str, list[bytes]] = {}
     alternative = certificate.get("subjectAltName", ())
     assert isinstance(alternative, tuple)

@@ -1,8 +1,5 @@
-"""Serves grpc.reflection.v1 and v1alpha. No token is needed.
-
-The two differ in name alone: their messages are the same bytes. Messages are read as on other services, so that they
-are bounded, and malformed bytes end the call with a status instead of a traceback in the log.
-"""
+"""Serves grpc.reflection.v1 and v1alpha, which differ in name alone, without tokens. Messages are bounded as on other
+services, and malformed ones end the call with a status."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ _METHOD = "ServerReflectionInfo"
 def handlers(
     names: Sequence[str], contract: bytes, inbox: Inbox, observers: Observers
 ) -> list[grpc.GenericRpcHandler[bytes, bytes]]:
-    """Returns the two services of a port that has the services `names`. `contract`: a FileDescriptorSet, with
-    comments."""
+    """`contract`: a FileDescriptorSet, with comments."""
     everything = sorted((*names, V1, V1_ALPHA))
     files = DescribedFiles(everything, FileDescriptorSet.FromString(contract), (_v1_file(), _error_details_file()))
 
@@ -57,14 +53,14 @@ async def _next(inbox: Inbox, context: Context) -> bytes | None:
 
 
 def _v1_file() -> FileDescriptorProto:
-    """Makes v1's file: grpcio has v1alpha alone."""
+    """grpcio has v1alpha alone."""
     alpha = FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(alpha)
     return Parse(MessageToJson(alpha).replace("v1alpha", "v1"), FileDescriptorProto())
 
 
 def _error_details_file() -> FileDescriptorProto:
-    """Describes the details of a refusal, so that clients that use reflection alone can print them."""
+    """Lets clients that use reflection alone print a refusal's details."""
     details = FileDescriptorProto()
     error_details_pb2.DESCRIPTOR.CopyToProto(details)
     return details

@@ -1,8 +1,5 @@
-"""Chooses the connections to close where a port has too many. Pure functions, without sockets or clocks.
-
-A port accepts some connections beyond its bound, so that a new connection is accepted first and an idle one is then
-closed for it. A connection is busy while it has a call whose message was read. Busy connections are never chosen.
-"""
+"""Chooses the connections to close where a port has too many, without sockets or clocks. A connection is busy, and
+never chosen, while it has a call whose message was read."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _NETWORK = 64  # bits of an IPv6 address that identify a caller, who usually has
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Identifies a caller by its IPv4 address, or by the first _NETWORK bits of its IPv6 address."""
+    """An IPv4 address, or the first _NETWORK bits of an IPv6 address."""
 
     name: str
     local: bool  # whether it is a loopback address
@@ -45,18 +42,18 @@ class Held(Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Returns when its last call ended, or else when it was accepted, on any clock; None while it is busy."""
+        """When its last call ended, or else when it was accepted, on any clock; None while it is busy."""
 
 
 _Held = TypeVar("_Held", bound=Held)
 
 
 def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
-    """Returns the connections to close, in order.
+    """Returns the connections to close, in order; fewer where too many are busy.
 
-    Afterwards at most `bound` connections are left, of which one address has at most three quarters, and the addresses
-    of other machines together have at most seven eighths. The address with the most idle connections loses one first,
-    and of one address the connection that has been idle longest. Returns fewer where too many are busy."""
+    At most `bound` are left: one address has at most three quarters, and other machines together seven eighths.
+    The address with the most idle connections loses one first: the one that has been idle longest.
+    """
     ordered = _Idle(held)
     for host, count in tuple(ordered.counts.items()):
         for _ in range(count - _part(bound, _LARGEST_SHARE)):
@@ -68,8 +65,7 @@ def surplus(held: Iterable[_Held], bound: int) -> list[_Held]:
 
 
 def first_to_go(held: Iterable[_Held]) -> _Held | None:
-    """Returns the connection to close for a new one where a port is full: of the address with the most idle
-    connections, the one that has been idle longest. None where all are busy."""
+    """Chooses the connection to close for a new one where a port is full, as `surplus`. None where all are busy."""
     ordered = _Idle(held)
     ordered.take_crowded(1, local=True)
     return ordered.taken[0] if ordered.taken else None
@@ -93,13 +89,12 @@ class _Idle(Generic[_Held]):
         return sum(self.counts.values())
 
     def take(self, host: Host) -> None:
-        """Takes the longest idle connection of an address, if it has one."""
         if mine := self._idle.get(host):
             self.taken.append(mine.popleft()[2])
             self.counts[host] -= 1
 
     def take_crowded(self, number: int, *, local: bool) -> None:
-        """Takes up to `number` connections, each from the address that then has the most idle ones. `local` includes
+        """Takes up to `number` connections, each from the address that then has most idle ones. `local` includes
         loopback addresses."""
         crowds = [self._rank(host) for host, mine in self._idle.items() if mine and (local or not host.local)]
         heapq.heapify(crowds)
@@ -111,8 +106,7 @@ class _Idle(Generic[_Held]):
                 heapq.heappush(crowds, self._rank(host))
 
     def _rank(self, host: Host) -> tuple[int, float, str, bool, Host]:
-        """Orders the addresses in the heap, the first to lose a connection smallest: by the number of idle connections,
-        then by how long one has been idle. Name and `local`, which no two hosts share, break ties."""
+        """The first to lose a connection is smallest: by its idle connections, then by how long one has been idle."""
         mine = self._idle[host]
         return -len(mine), mine[0][0], host.name, host.local, host
 

@@ -1,7 +1,5 @@
 """Loads the server's certificate and the authority of its callers, and reads them again when their files change.
-
-Existing connections keep what they began with. Each new one gets what is in force then.
-"""
+Existing connections keep what they began with."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Pair:
         return self.begins <= now < self.expires
 
     def expires_soon(self, now: float) -> bool:
-        """Whether it expires within a week, or in the last quarter of a shorter life."""
+        """Within a week, or in the last quarter of a shorter life."""
         return self.expires - now < min(_SOON, _SHARE * (self.expires - self.begins))
 
     @property
@@ -53,12 +51,11 @@ class Pair:
 
 
 class Certificates:
-    """Holds the pair in force. It is replaced as a whole, and not by one that does not fit together, cannot be read or
-    is not valid while the old one is."""
+    """Replaces the pair in force as a whole, and not by one that does not fit together, cannot be read, or is not valid
+    while the old one is."""
 
     def __init__(self, tls: TlsOptions, clock: Callable[[], float] = time.time) -> None:
-        """Raises BadSettings. A pair that has expired is served all the same, with a line in the log: callers check it
-        themselves, and a new one is used as soon as it is written."""
+        """Raises BadSettings. An expired pair is served and logged: callers check it themselves."""
         self._tls = tls
         self._clock = clock
         self._subscribers: list[Callable[[], object]] = []
@@ -70,7 +67,7 @@ class Certificates:
 
     @property
     def expiries(self) -> Mapping[str, float]:
-        """Returns when the first certificate of each file expires; Unix time in seconds."""
+        """Unix time in seconds of each file's first certificate."""
         pair = self._pair
         return {"cert": pair.expires} | ({} if pair.ca_expires is None else {"client-ca": pair.ca_expires})
 
@@ -78,15 +75,15 @@ class Certificates:
         return self._pair.identification
 
     def subscribe(self, on_news: Callable[[], object]) -> None:
-        """Registers a callback, called in any thread when `current` has changed."""
+        """Calls `on_news` in any thread when `current` has changed."""
         self._subscribers.append(on_news)
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Returns credentials of one port, which check for changes at every new connection."""
+        """Credentials of one port, which check for changes at every new connection."""
         return credentials(self.current)
 
     def context(self) -> ssl.SSLContext:
-        """Returns the context for a new connection of a port that is not gRPC's."""
+        """For a new connection of a port that is not gRPC's."""
         identification = self.current()
         if self._context is None or self._context[0] != identification:
             self._context = identification, _context(identification)
@@ -97,7 +94,6 @@ class Certificates:
         return self._watch.failures
 
     def reload(self) -> None:
-        """Requests a reload, whether or not the files look changed."""
         self._watch.ask()
 
     def _read_again(self) -> None:
@@ -118,7 +114,7 @@ class Certificates:
 
 
 def _context(identification: Identification) -> ssl.SSLContext:
-    """Makes a context. Python reads certificates and keys from files alone: this one lies in memory."""
+    """Writes the pair to memory files, since Python reads certificates and keys from files alone."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     pem = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:

@@ -1,8 +1,5 @@
-"""Divides the process's descriptors among the ports.
-
-A port whose connections took the last descriptor would leave none for probes, scrapes and the engine's restart. So each
-port has its own number of connections, and the remainder is kept for the rest of the process.
-"""
+"""Divides the process's descriptors among the ports, and keeps the remainder: a port that took the last one would leave
+none for probes, scrapes and the engine's restart."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class ConnectionDivision(NamedTuple):
 
 
 def divide(wanted: int) -> ConnectionDivision:
-    """Grants the data port the `wanted` connections, or as many as the limit of descriptors has room for. Raises the
-    soft limit as far as the hard limit and _ENOUGH allow."""
+    """Grants the data port the `wanted` connections, or what the soft limit has room for, raised as far as the hard
+    limit and _ENOUGH allow."""
     least, most_spare = _SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY:

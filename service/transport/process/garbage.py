@@ -1,11 +1,6 @@
-"""Schedules Python's cycle collection: when no call waits, and otherwise rarely.
-
-A call needs some hundred objects, all but three or four of which are freed without it. By default Python collects
-whenever there are some hundred objects more than before, and then examines everything made since the last time, which
-is nearly all that hundreds of live streams have: 10 to 70 ms, several times a second, in which no call is answered
-(docs/measurements/front.md). New objects alone are collected more often: in a flood beside one live stream, gRPC's own
-three objects of each call would otherwise take 32 MiB, which Python never gives back.
-"""
+"""Schedules Python's cycle collection: when no call waits, and otherwise rarely. By default it takes 10 to 70 ms
+several times a second with hundreds of live streams (docs/measurements/front.md). New objects are collected more often:
+gRPC's three objects of each call in a flood would otherwise take 32 MiB, which Python never gives back."""
 
 from __future__ import annotations
 
@@ -31,7 +26,7 @@ class Garbage:
         self._least = resident()
 
     async def run(self, live: Callable[[], int]) -> None:
-        """Runs forever. `live`: how many calls wait for this process."""
+        """`live`: how many calls wait for this process."""
         clock = asyncio.get_running_loop().time
         since = clock()
         while True:

@@ -1,10 +1,6 @@
-"""Memory that is free again goes back to the system.
-
-The C library keeps what was freed for itself, in up to eight heaps a core, and learns from one large message to take
-the next ones from there as well: after a flood the process would stay as large as it was. Each thread, too, keeps
-pieces of every size for itself, out of the reach of any trimming: hundreds of them, and a page is held by each. That is
-decided before a process starts, hence by its environment.
-"""
+"""Returns freed memory to the system. The C library keeps it, in up to eight heaps a core: a process would stay as
+large as a flood made it. Threads keep small pieces that no trimming reaches; only the process's environment prevents
+that."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ _STATM = Path("/proc/self/statm")
 
 
 class Heap:
-    """The C library's. Does nothing where that is not glibc."""
+    """Does nothing where the C library is not glibc."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None)
@@ -36,7 +32,7 @@ class Heap:
             self._libc.mallopt(_ARENA_MAX, _ARENAS)
 
     async def run(self) -> None:
-        """Trims it after it has grown, for ever. Less and less often where all of it is in use."""
+        """Trims the heap after it has grown, less and less often where all of it is in use."""
         if not self._known:
             await asyncio.get_running_loop().create_future()
         least, wait = resident(), _EVERY

@@ -9,6 +9,5 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 
 def silence() -> None:
-    """Stops gRPC from printing errors to stderr with `traceback.print_exc` after logging them. A path that is no UTF-8
-    on a connection that is closed at once causes one, so their number is unbounded."""
+    """Stops gRPC from printing errors to stderr after logging them, which any caller can cause without bound."""
     cygrpc.traceback = SimpleNamespace(print_exc=lambda: None, format_exception=traceback.format_exception)

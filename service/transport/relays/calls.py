@@ -42,7 +42,7 @@ class RelayedCallDetails(NamedTuple):
 
 
 class RelayedCall:
-    """Implements Context. It has ended once the front has ended it, or the caller has gone."""
+    """Has ended once the front has ended it, or the caller has gone."""
 
     def __init__(self, came: CallStarted, send: Callable[[Order], None]) -> None:
         self._came = came
@@ -116,7 +116,7 @@ class RelayedCall:
             self._write.set_result(None)
 
     def gone(self, late: bool) -> None:
-        """Takes the end of the call by its caller or, if `late`, its deadline."""
+        """The caller or, if `late`, the deadline has ended the call."""
         self._late = late
         self._close()
 
@@ -151,7 +151,7 @@ class RelayedCalls:
         task.add_done_callback(lambda _: self._calls.pop(came.call))
 
     def on(self, report: Message | WriteAccepted | CallEnded) -> None:
-        """Passes a report to its call, unless that has ended."""
+        """Ignores a report to a call that has ended."""
         found = self._calls.get(report.call)
         if found is None:
             return
@@ -166,7 +166,6 @@ class RelayedCalls:
                 task.cancel()
 
     def lose(self) -> None:
-        """Ends all calls, since the relay has gone."""
         for call, task in self._calls.values():
             call.gone(late=False)
             task.cancel()

@@ -1,7 +1,7 @@
 """Defines the messages between the front and a relay: msgpack, each behind its length.
 
-The relay numbers a call and reports it; the front orders reads and writes and ends it. Either side may be ahead of the
-other, so both ignore messages about a call that they no longer know.
+The relay numbers a call and reports it; the front orders reads and writes and ends it. Either side may be ahead, so
+both ignore messages about a call that they no longer know.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ class CallStarted(msgspec.Struct, array_like=True, tag=0):
 
 
 class Message(msgspec.Struct, array_like=True, tag=1):
-    """Carries the result of a read; None: the caller has sent its last message."""
+    """Result of a read; None: the caller has sent its last message."""
 
     call: int
     data: bytes | None
 
 
 class WriteAccepted(msgspec.Struct, array_like=True, tag=2):
-    """Reports that gRPC accepted a write, so that the next one may follow."""
-
     call: int
 
 
 class CallEnded(msgspec.Struct, array_like=True, tag=3):
-    """Reports that the call has ended before the front ended it."""
+    """The call has ended before the front ended it."""
 
     call: int
     late: bool  # since its deadline has passed
@@ -52,13 +50,13 @@ class Listening(msgspec.Struct, array_like=True, tag=4):
 
 
 class TurnedAway(msgspec.Struct, array_like=True, tag=5):
-    """Counts further calls that the relay refused because the front was too far behind."""
+    """Counts further calls refused because the front was too far behind."""
 
     calls: int
 
 
 class Stopped(msgspec.Struct, array_like=True, tag=6):
-    """Reports that the relay's server has stopped, and no call is left."""
+    """The relay's server has stopped, without a call left."""
 
 
 class Alive(msgspec.Struct, array_like=True, tag=7):
@@ -66,8 +64,6 @@ class Alive(msgspec.Struct, array_like=True, tag=7):
 
 
 class Listen(msgspec.Struct, array_like=True, tag=0):
-    """Orders the relay to listen; the first message."""
-
     address: str
     bounds: PortBounds
     identification: Identification | None  # None: plaintext
@@ -100,7 +96,7 @@ class WriteMessage(msgspec.Struct, array_like=True, tag=4):
 
 
 class FinishCall(msgspec.Struct, array_like=True, tag=5):
-    """Ends it well, after one more message unless that is None."""
+    """Ends a call well, after one more message unless that is None."""
 
     call: int
     data: bytes | None
@@ -118,7 +114,7 @@ class Stop(msgspec.Struct, array_like=True, tag=7):
 
 
 class PingRelay(msgspec.Struct, array_like=True, tag=8):
-    """Asks the relay for Alive, and proves to the relay that the front is not hung."""
+    """Asks for Alive, and proves that the front is not hung."""
 
 
 Report = CallStarted | Message | WriteAccepted | CallEnded | Listening | TurnedAway | Stopped | Alive  # relay → front
@@ -142,7 +138,7 @@ class RelayLink(asyncio.Protocol, Generic[_Received]):
         self._unsent = bytearray()
 
     def send(self, message: Report | Order) -> None:
-        """Sends soon, together with all messages of this turn of the event loop."""
+        """Sends all messages of this turn of the event loop together."""
         unsent = self._unsent
         if not unsent:
             self._loop.call_soon(self._flush)

@@ -9,21 +9,20 @@ LOOKS = 16  # polls in a hang timeout; `silence` returns after one fewer in a ro
 
 
 class SignsOfLife:
-    """Detects that a peer has sent nothing for a timeout. Counts polls without a message rather than seconds, so that
-    a process that was itself delayed or stopped does not mistake its own pause for the peer's silence."""
+    """Counts polls without a message rather than seconds, so that a process that was itself stopped does not mistake
+    its own pause for the peer's silence."""
 
     def __init__(self, timeout: float, ask: Callable[[], object]) -> None:
-        """`timeout` is in seconds. `ask` is called at each poll, and may send a message that the peer answers."""
+        """`ask` is called at each poll, and may send a message that the peer answers."""
         self._interval = timeout / LOOKS
         self._ask = ask
         self._heard = True
 
     def heard(self) -> None:
-        """Notes that a message of any kind has come from the peer."""
         self._heard = True
 
     async def silence(self) -> None:
-        """Polls, and returns once the peer has sent nothing for 15 to 16 of the 16 intervals of the timeout."""
+        """Returns once the peer has sent nothing for 15 to 16 of the timeout's 16 intervals."""
         missed = 0
         while missed < LOOKS - 1:
             self._heard = False

@@ -1,5 +1,5 @@
-"""Runs one relay: `python -m service.transport.relays.process --fd N …`. The front is at the other end of the socket N,
-and a relay ends when that does."""
+"""Runs one relay: `python -m service.transport.relays.process --fd N …`, with the front at the other end of the socket
+N."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ else:
 
 
 class _RelayCall:
-    """One gRPC call, which executes the front's orders in sequence."""
+    """Executes the front's orders to one gRPC call in sequence."""
 
     def __init__(self, number: int, context: _Context, link: RelayLink[Order], busy: BusyPeers | None) -> None:
-        """`busy` counts the connection as busy from the call's first message on. It is None for a call that needs no
-        token, so that callers without one cannot keep a connection from being evicted."""
+        """`busy` counts the connection as busy from the first message on. None: the call needs no token, so it must not
+        keep its connection."""
         self._number = number
         self._context = context
         self._link = link
@@ -86,7 +86,7 @@ class _RelayCall:
         self.heard = False  # anything from the front
 
     def order(self, order: _OfCall) -> None:
-        """Enqueues an order; a read is begun, and later orders do not wait for it."""
+        """A read is begun, and later orders do not wait for it."""
         if isinstance(order, Read):
             self._reading = self._loop.create_task(self._read())
             return
@@ -95,7 +95,6 @@ class _RelayCall:
             self._more.set_result(None)
 
     async def serve(self) -> None:
-        """Serves until the front has ended the call."""
         context = self._context
         while True:
             while not self._orders:
@@ -115,7 +114,7 @@ class _RelayCall:
                     await abort(context, refusal)
 
     def end(self) -> None:
-        """Ends the call's claim on its connection. A read that returns later does not renew the claim."""
+        """Ends the call's claim on its connection, which a read that returns later does not renew."""
         self._ended = True
         if self._busy is not None and self._peer is not None:
             self._busy.end(self._peer)
@@ -132,7 +131,7 @@ class _RelayCall:
 
 
 class RelayCalls(_GenericHandler):
-    """Accepts all calls of this process, whatever their methods: only the front knows the methods."""
+    """Accepts calls of any method: only the front knows the methods."""
 
     def __init__(self, link: RelayLink[Order], verified: bool, refusals: list[CallRefusal]) -> None:
         """`verified`: connections have certificates."""
@@ -210,7 +209,6 @@ class RelayCalls(_GenericHandler):
 
 
 async def abort(context: _Context, refusal: CallRefusal) -> None:
-    """Raises what gRPC raises."""
     try:
         await context.abort(_CODES[refusal.code], refusal.details, tuple(refusal.trailers))
     except grpc.aio.AbortError as aborted:
@@ -268,8 +266,8 @@ class Relay:
         self._begin(self._end_with_front(order.hang_timeout))
 
     async def _end_with_front(self, seconds: float) -> None:
-        """Ends this relay where the front hangs, so that its callers reconnect to another server. Sends nothing of its
-        own, since the front pings at every poll."""
+        """Ends this relay where the front, which pings at every poll, hangs, so that callers reconnect to another
+        server."""
         self._life = SignsOfLife(seconds, lambda: None)
         await self._life.silence()
         _log.error("the front gave no sign of life for %g s", seconds)
@@ -285,7 +283,7 @@ class Relay:
         self.link.send(Stopped())
 
     def _lost(self) -> None:
-        """Ends at once: remaining callers find their connection broken, UNAVAILABLE, and may retry."""
+        """Ends at once: callers find their connection broken, UNAVAILABLE, and may retry."""
         os._exit(0)
 
 

@@ -66,8 +66,6 @@ class RelayCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RelayOptions:
-    """Configures the relays: their number, what they log, and after how long a silent front or relay counts as hung."""
-
     count: int
     hang_timeout: float = 10.0  # seconds
     log_level: str = "info"
@@ -92,7 +90,7 @@ class _Relay:
         self.lost = asyncio.Event()
 
     async def start(self, listen: Listen) -> int:
-        """Returns the port that it listens on; 0 where it cannot, or has gone."""
+        """Returns the port; 0 where the relay cannot listen, or has gone."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self._link, sock=self._socket)
         self.send(listen)
         try:
@@ -105,7 +103,7 @@ class _Relay:
         self._link.send(order)
 
     async def end(self) -> str:
-        """Returns how it ended. Closes the socket, which asks it to end."""
+        """Closes the socket, which asks the relay to end, and returns how it ended."""
         self._link.close()
         process = self.process
         if self._watch is not None:
@@ -124,8 +122,7 @@ class _Relay:
         return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"
 
     async def _kill_if_hung(self) -> None:
-        """Kills the relay once it has been silent for the hang timeout. Its callers get UNAVAILABLE from the broken
-        connections, because only the relay could write another status to them."""
+        """Callers get UNAVAILABLE from the broken connections, because only the relay could write another status."""
         await self._life.silence()
         self._hung = True
         self.process.kill()
@@ -170,8 +167,7 @@ class Relays:
         counts: RelayCounts,
         reserved: Sequence[socket.socket],
     ) -> None:
-        """`handlers` has one for every method. `certificates` identify us on connections; None: plaintext. `reserved`:
-        bound to the address; closed in the end."""
+        """`certificates`: None for plaintext. `reserved` sockets are bound to the address, and closed in the end."""
         self._relays = relays
         self._address = address
         self._bounds = bounds
@@ -210,13 +206,11 @@ class Relays:
             one.close()
 
     def _show(self) -> None:
-        """Sends the current certificate to all relays, for new connections."""
         assert self._certificates is not None
         for relay in self._alive:
             relay.send(UseIdentification(self._certificates.current()))
 
     async def _open(self) -> _Relay:
-        """Opens a relay that listens. Raises CannotListen."""
         relay = _Relay(RelayedCalls(self._handlers), self._relays, self._counts.refusals)
         identification = None if self._certificates is None else self._certificates.current()
         try:
@@ -240,7 +234,6 @@ class Relays:
             relay = await self._follow(await relay.end())
 
     async def _follow(self, how: str) -> _Relay:
-        """Replaces a relay that ended as `how` describes."""
         delay, most = _BACKOFF
         while True:
             self._counts.processes["deaths"] += 1
@@ -253,15 +246,14 @@ class Relays:
 
 
 def _turned_away(hint: float) -> CallRefusal:
-    """Refusal of a call that arrives while the front is too far behind to hear of it; its caller may retry in `hint`
-    seconds."""
+    """Refuses a call that arrives while the front is too far behind to hear of it; retry in `hint` seconds."""
     failure = failure_of(Overloaded("too many calls wait", Reason.MESSAGES, hint), None)
     return CallRefusal(failure.code.value[0], failure.message, list(failure.trailers))
 
 
 def _launch(fd: int, options: RelayOptions) -> subprocess.Popen[bytes]:
-    """Gets nothing of the environment that it does not need. The interpreter ignores the working folder, so that no
-    `service` there is taken for ours."""
+    """Passes on only the environment that it needs. The interpreter ignores the working folder, so that no `service`
+    there is taken for ours."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     home = Path(__file__).resolve().parents[3]
     if home.name not in ("site-packages", "dist-packages"):

@@ -14,9 +14,9 @@ from engine import launch
 from engine.api import EngineState
 from engine.client import EngineClient
 from engine.errors import EngineUnavailable
-from engine.execution.registry import PLAIN_TRIAL
 from engine.fake import plain_request
 from engine.settings import EngineSettings
+from engine.worker.offers import PLAIN_TRIAL
 from tests.engine.client import dies_in_a_round
 from tests.engine.client.test_supervisor import QUICK, ROOT, ids_of, until
 

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution.graphs.drafting import DraftSteps
-from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
 from engine.kernels import (
     batch_attention,
     batch_sampling,
@@ -36,6 +34,7 @@ from engine.kernels.speculation import Future
 from engine.kernels.tokens import Choice, two_pass_head
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Format, Matrix, to_matrix
+from engine.model.layers.draft_steps import DRAFT_ROWS, DraftSteps, Draws
 from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.execution.graphs.drafting import DraftSteps
-from engine.execution.graphs.row_state import DRAFT_ROWS, Draws
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import MORE, PARKED, Future, Verified
 from engine.kernels.tokens import Choice, FirstNorm
+from engine.model.layers.draft_steps import DRAFT_ROWS, DraftSteps, Draws
 from engine.model.layers.few_rows import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.sampling.noise import seed_key
 from tests.engine.kernels.kept import KEPT, as_kept

@@ -9,14 +9,13 @@ from typing import cast
 import pytest
 import torch
 
-from engine.execution.graphs import weights
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache
 from engine.linear import Placement
 from engine.linear.products import CpuProducts
 from engine.loading.formats import FolderFormat
 from engine.model.features import FUSED, Feature, features, why_not
-from engine.model.layers import many_tokens
+from engine.model.layers import few_rows_weights, many_tokens
 from engine.model.layers.few_rows_cpu import COMPUTED, why_not_few_rows
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
@@ -64,7 +63,7 @@ def test_a_walk_refuses_by_name_what_it_does_not_compute(case: str, configs: dic
     parts, cpu = parts_of(config), Placement(torch.bfloat16, torch.device("cpu"), cast(CpuProducts, object()))
     for reason, computed in (
         (many_tokens.why_not(parts), FUSED),
-        (weights.why_not(parts), FUSED),
+        (few_rows_weights.why_not(parts), FUSED),
         (why_not_few_rows(config, cpu), COMPUTED),
         (why_not(config, needed), needed),
     ):

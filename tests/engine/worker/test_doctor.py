@@ -133,7 +133,7 @@ def refuser(reason: str | None) -> ExecutorEntry:
     def make(parts: object) -> Any:
         raise AssertionError("the doctor makes no decoder")
 
-    return ExecutorEntry("fast_steps", "fast", lambda parts: reason, make, EXECUTORS[-1].trial)
+    return ExecutorEntry("fast_steps", "fast", lambda parts: reason, make)
 
 
 def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

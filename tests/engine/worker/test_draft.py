@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, KERNELS_TRIAL, PLAIN_TRIAL, proposers
+from engine.execution.registry import EXECUTORS
 from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.kernels.gpu import GpuShape
 from engine.loading.formats import read_folder
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
+from engine.worker.offers import KERNELS_TRIAL, PLAIN_TRIAL, proposers
 from engine.worker.required_kernels import KernelQuery, required_kernels
 from tests.contract.answers import generate, progress, requests
 

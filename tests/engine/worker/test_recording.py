@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from engine.errors import EngineFailed
-from engine.execution import registry
 from engine.fake import FakeRunner, Fault, plain_request
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix_index import PrefixIndex
@@ -26,6 +25,7 @@ from engine.scheduling.sequence_state import SequenceTable, readmission
 from engine.settings import EngineSettings, FakeSettings
 from engine.worker import replay
 from engine.worker.build import build
+from engine.worker.offers import PLAIN_TRIAL
 from engine.worker.recording import (
     MOST_FILES,
     HeldSequence,
@@ -241,7 +241,7 @@ def test_what_is_no_recording_is_said_in_one_line(tmp_path: Path, capsys: pytest
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(dict(registry.PLAIN_TRIAL)))
+    (folder / "config.json").write_text(json.dumps(dict(PLAIN_TRIAL)))
     page_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, tokens, dim, float32
     return EngineSettings(
         model=str(folder),

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.execution import driver as capture
 from engine.execution.registry import EXECUTORS
 from engine.execution.step_state import GpuKernels, Parts
-from engine.kernels import build
+from engine.kernels import build, capture
 from engine.kernels.build import BuildError, CubinCache, KernelLibrary, Source, WantedKernels
 from engine.kernels.gpu import GpuShape, gpu_of
 from engine.kv.kv_cache import KvCache, stored_as
@@ -55,7 +54,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(replay=lambda: None)
 
     tensor = torch.tensor
-    monkeypatch.setattr(capture.Recorder, "record", record)
+    monkeypatch.setattr(capture.Graphs, "record", record)
     monkeypatch.setattr(torch, "tensor", lambda *given, pin_memory=False, **how: tensor(*given, **how))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *given: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *given: SimpleNamespace(synchronize=lambda: None))

@@ -1,8 +1,6 @@
-"""Defines the messages between the front and its text processes, on two kinds of sockets.
-
-The fork server has a seqpacket socket: one msgpack message a packet, a new worker's socket beside `ForkWorker`. A
-worker has a stream socket: header and payload one way, header and result the other, one job at a time.
-"""
+"""Defines the messages between the front and its text processes. The fork server has a seqpacket socket of msgpack
+messages, a new worker's socket beside `ForkWorker`; a worker has a stream socket for one job at a time, a header before
+each payload and result."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ FAILED = 2  # the exception's name, for the log
 
 
 class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """First message to the fork server. A kind names its function: "module:function"."""
+    """A kind names its function: "module:function"."""
 
     model: str | None  # folder; None: bytes are tokens
     kinds: tuple[str, ...]
@@ -29,15 +27,13 @@ class ConfigureSandbox(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ForkWorker(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Requests a worker. Keys are never reused."""
+    """Keys are never reused."""
 
     key: int
     memory: int  # bytes, beyond what the fork server has
 
 
 class KillWorker(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Kills a worker; `WorkerEnded` follows."""
-
     key: int
 
 
@@ -46,7 +42,7 @@ class ModelLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ModelUnloadable(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Reports that the model folder is unusable. The process ends."""
+    """The model folder is unusable; the process ends."""
 
     message: str
 

@@ -1,9 +1,7 @@
-"""Loads the tokenizer once and forks text processes that share it. `python -m service.core.text.sandbox.fork_server
---fd N`.
+"""Loads the tokenizer once and forks text processes that share it.
 
-The fork server never runs a job itself, and no thread, so that a fork is sound. A worker runs one job at a time, under
-a limit of memory; the front ends it by key where a job takes too long. Nothing outlives the front: the fork server ends
-when its socket closes, and workers when the fork server does.
+The fork server runs no job and no thread, so that a fork is sound. It ends when the front's socket closes, and its
+workers with it.
 """
 
 from __future__ import annotations
@@ -112,7 +110,6 @@ class _Worker:
         self._jobs = jobs
 
     def run(self) -> None:
-        """Runs until the front has closed the socket."""
         while head := self._read(HEADER.size):
             kind, size = HEADER.unpack(head)
             outcome, result = self._do(self._jobs[kind], self._read(size))
@@ -131,7 +128,7 @@ class _Worker:
         return (DONE, result) if len(result) <= MAX_RESULT else (REFUSED, b"makes more than can be sent")
 
     def _read(self, size: int) -> bytes:
-        """Reads `size` bytes; fewer where the front has gone."""
+        """Returns fewer bytes where the front has gone."""
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
@@ -149,7 +146,7 @@ def _found(kind: str) -> Job:
 
 
 def _silence() -> None:
-    """Silences standard output: from here on only messages report. A library's own words may hold a prompt."""
+    """Silences standard output: a library's own words may hold a prompt."""
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)

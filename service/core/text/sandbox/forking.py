@@ -78,14 +78,11 @@ class Worker:
         self._close_unused()
 
     def _close_unused(self) -> None:
-        """Closes the socket once neither side uses it."""
         if self.ended.done() and not self._busy:
             self._socket.close()
 
 
 class ForkServerSupervisor:
-    """Runs the fork server and restarts it where it dies."""
-
     def __init__(self, configure: ConfigureSandbox) -> None:
         self._configure = configure
         self._process: subprocess.Popen[bytes] | None = None
@@ -102,7 +99,6 @@ class ForkServerSupervisor:
         return () if self._process is None else (self._process.pid,)
 
     async def start(self) -> None:
-        """Starts the fork server. Raises InvalidModel."""
         first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._supervise(first), name="text processes")
         await asyncio.wait((first, self._task), return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +111,7 @@ class ForkServerSupervisor:
             self._task = None
 
     async def fork(self, memory: int) -> Worker:
-        """Returns a fresh worker. Raises EngineUnavailable where the fork server is not back soon."""
+        """Raises EngineUnavailable where the fork server is not back soon."""
         try:
             async with asyncio.timeout(_BACK_SECONDS):
                 await self._loaded.wait()
@@ -158,7 +154,6 @@ class ForkServerSupervisor:
         return f"{problem}; copy it again from where the model came from"
 
     async def _live(self, first: asyncio.Future[None]) -> str:
-        """Runs one fork server from start to end and returns how it ended. Raises InvalidModel."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours, theirs:
             process = self._process = _launch(theirs.fileno())
@@ -218,15 +213,15 @@ class ForkServerSupervisor:
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the exit code. The process has closed its socket, so that takes milliseconds."""
+    """Takes milliseconds: the process has closed its socket."""
     while (code := process.poll()) is None:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.005)
     return code
 
 
 def _launch(fd: int) -> subprocess.Popen[bytes]:
-    """Gets nothing of the environment that it does not need. The interpreter ignores the working folder, so that no
-    `service` there is taken for ours."""
+    """Passes on only the environment that it needs. The interpreter ignores the working folder, so that no `service`
+    there is taken for ours."""
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     home = Path(__file__).resolve().parents[4]
     if home.name not in ("site-packages", "dist-packages"):

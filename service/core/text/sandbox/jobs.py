@@ -1,7 +1,5 @@
-"""Defines what a text process does: one function per kind of job, from bytes to bytes.
-
-A job gets the model's tokenizer and its payload. It raises JobRefused where the caller's input is at fault.
-"""
+"""Defines one function per kind of job: tokenizer and payload to bytes. It raises JobRefused where the caller's input
+is at fault."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _WORD = "I"  # 32 bits, unsigned: a token id
 
 
 class JobRefused(Exception):
-    """The job cannot be done with this input. The text is safe to send to the caller."""
+    """The text is safe to send to the caller."""
 
 
 class EncodeText(msgspec.Struct, frozen=True, array_like=True):

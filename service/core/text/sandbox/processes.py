@@ -1,13 +1,8 @@
-"""Runs tokenizing, chat templates and other parsing of callers' bytes beside the event loop, under limits of time and
-memory.
+"""Runs jobs on callers' bytes beside the event loop, under limits of time and memory.
 
-To add a kind of job: write a function `(tokenizer, payload: bytes) -> bytes` in a module that imports neither gRPC nor
-torch; add a line `name: "module:function"` to `jobs.KINDS`; call `await processes.run("name", payload, deadline)`. The
-function raises `jobs.JobRefused` with a sentence for the caller where the input is at fault.
-
-Small jobs have processes of their own, so that they never wait behind a large one. Each process runs one job at a time.
-It is killed and replaced where a job takes too long or too much memory, or where its caller has gone and it does not
-end by itself within a moment.
+To add a kind: write a function as in `jobs` in a module that imports neither gRPC nor torch, add it to `jobs.KINDS`,
+and call `run`. Small jobs have processes of their own, so that they never wait behind a large one. A process is killed
+where a job takes too much, or its caller has gone and it does not end within a moment.
 """
 
 from __future__ import annotations
@@ -38,13 +33,11 @@ class JobFailed(Exception):
 
 
 class JobDied(JobFailed):
-    """The process ended before it answered, for another reason than lack of memory (SIGABRT)."""
+    """The process ended before it answered, and not for lack of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Limits of processes of one kind and of their queue."""
-
     processes: int
     seconds: float  # a job
     memory: int  # bytes a process, beyond the tokenizer
@@ -65,7 +58,7 @@ _APART = "constraint"  # the kind of job with processes of its own
 
 
 class TextProcesses:
-    """Holds the processes of one server. Used from one event loop."""
+    """The processes of one server. Used from one event loop."""
 
     def __init__(
         self,
@@ -93,7 +86,7 @@ class TextProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Returns the fork server's pid; its children are the workers."""
+        """The fork server's pid; its children are the workers."""
         return self._server.pids
 
     async def start(self) -> None:
@@ -102,11 +95,9 @@ class TextProcesses:
         await asyncio.gather(self._small.warm(), self._large.warm())
 
     async def run(self, kind: str, payload: bytes, deadline: float | None = None, sender: str = "") -> bytes:
-        """Does one job; senders take turns. `deadline` is on the clock of time.monotonic.
-
-        Raises JobRefused where the input is at fault, excessive time or memory included; Overloaded, DeadlineExceeded,
-        EngineUnavailable, or JobFailed. Once cancelled, the job is abandoned.
-        """
+        """Senders take turns. `deadline` is on the clock of time.monotonic; a cancelled job is abandoned. Raises
+        JobRefused (excessive time or memory included), Overloaded, DeadlineExceeded, EngineUnavailable, or
+        JobFailed."""
         pool = self._small if len(payload) <= SMALL else self._large
         if kind == _APART:
             pool = self._constraints
@@ -117,8 +108,6 @@ class TextProcesses:
 
 
 class _Pool:
-    """Processes of one kind and the one queue for them."""
-
     def __init__(self, server: ForkServerSupervisor, limits: ProcessLimits, refusals: Counter[str]) -> None:
         self._server = server
         self._limits = limits
@@ -129,7 +118,6 @@ class _Pool:
         self._idle: list[Worker] = []
 
     async def warm(self) -> None:
-        """Forks before the first job."""
         self._idle.append(await self._server.fork(self._limits.memory))
 
     async def run(self, kind: int, payload: bytes, deadline: float | None, sender: str) -> bytes:

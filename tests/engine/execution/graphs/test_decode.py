@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.execution.graphs import decode as captured_steps
-from engine.execution.graphs.decode import CapturedSteps, Steps, distinct
+from engine.execution.graphs import chains
+from engine.execution.graphs.chains import Chain, distinct
+from engine.execution.graphs.decode import CapturedSteps
 from engine.kernels import two_pass
 from engine.kernels.build import Kernel, WantedKernels
 from engine.kernels.gpu import GpuShape
@@ -15,9 +16,9 @@ from engine.kernels.launch import Launch, Shape, Unlaunched
 from tests.engine.kernels.conftest import small_model
 
 
-def steps(longest: int, attention: Kernel, blocks: int) -> Steps:
+def steps(longest: int, attention: Kernel, blocks: int) -> Chain:
     product = Launch(PRODUCT, Shape((132, 1, 1), 288), {}, ())
-    return Steps(longest, (product, Launch(attention, Shape((blocks, 1, 1), 256), {}, ())), {})
+    return Chain(longest, (product, Launch(attention, Shape((blocks, 1, 1), 256), {}, ())))
 
 
 PRODUCT, NARROW, WIDE = (Kernel(name, (), None) for name in ("product", "narrow", "wide"))
@@ -33,7 +34,7 @@ def test_of_steps_that_launch_the_same_only_the_longest_stays() -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured_steps, "launcher_of", lambda device: Unlaunched())
+    monkeypatch.setattr(chains, "launcher_of", lambda device: Unlaunched())
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -46,8 +47,8 @@ def test_steps_of_every_bucket_and_reach() -> None:
     steps.build((1, 2, 4, 8))
     assert {name for name, _ in wanted.sources} >= {"two_pass_head", "head", "sampling", "attention", "advance"}
     # From 2,048 tokens on pages lie in shared memory, where all blocks run at once, and down has more under way.
-    few, many = steps._buckets[4], steps._buckets[8]
-    for one in (few.two_pass[0], few.sampled[0]):  # launches of layers are made once for all ways to choose
-        assert all(a is b for a, b in zip(one.chain[:10], few.reaches[0].chain[:10], strict=True))
-    assert [one.longest for one in few.two_pass] == [512, 1024, 2048, 4096]
-    assert [one.longest for one in many.two_pass] == [512, 1024, 2048, 4096]
+    few, many = steps._buckets[4].steps, steps._buckets[8].steps
+    for one in (few[False, True][0], few[True, False][0]):  # launches of layers are made once for all ways to choose
+        assert all(a is b for a, b in zip(one.launches[:10], few[False, False][0].launches[:10], strict=True))
+    assert [one.longest for one in few[False, True]] == [512, 1024, 2048, 4096]
+    assert [one.longest for one in many[False, True]] == [512, 1024, 2048, 4096]

@@ -303,7 +303,7 @@ def test_the_head_in_two_passes_changes_no_token(large_head: Path, request_of: A
 def test_where_memory_is_short_the_head_is_read_whole(
     large_head: Path, request_of: Any, drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.execution.graphs.weights.KEPT", 1 << 50)
+    monkeypatch.setattr("engine.model.layers.few_rows_weights.KEPT", 1 << 50)
     runner = runner_of(prepared_on_gpu(large_head, load_format="dummy"), large_head)
     (unused,) = runner.info.unused
     assert unused.name == "two_pass_head"

@@ -11,10 +11,10 @@ import torch
 from msgspec.structs import replace
 
 from engine.api import GenerationRequest
-from engine.execution.driver import Recorder
 from engine.execution.eager import Eager
 from engine.execution.router import StepOptions
 from engine.execution.runner import ModelRunner
+from engine.kernels.capture import Graphs
 from engine.kv.page_pool import PagePool
 from engine.sampling.sampler import Sampler
 from engine.scheduling.limits import Limits
@@ -106,9 +106,9 @@ def test_no_such_row_is_left_to_eager(folder: Path, monkeypatch: pytest.MonkeyPa
 def test_nothing_is_left_to_be_captured_by_a_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner(settings_of(folder), prepare(settings_of(folder), nobody), nobody)
 
-    def never(self: Recorder, *given: Any, **named: Any) -> Any:
+    def never(self: Graphs, *given: Any, **named: Any) -> Any:
         raise AssertionError("a graph was captured for a request")
 
-    monkeypatch.setattr(Recorder, "record", never)
+    monkeypatch.setattr(Graphs, "record", never)
     generate(runner, one_of_each(TOKENS), 200)
     runner.close()

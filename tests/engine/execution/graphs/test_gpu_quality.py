@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine.execution.graphs.weights import step_weights
 from engine.kernels.build import open_library
 from engine.kernels.launch import Launcher
 from engine.model.layers.few_rows import ChainPlan, allocate, prepare_start, prepare_step
+from engine.model.layers.few_rows_weights import step_weights
 from engine.settings import EngineSettings
 from engine.worker.build import prepare
 from quant.checkpoint.config import parse_config

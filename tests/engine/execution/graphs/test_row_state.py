@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.graphs.row_state import RING, entry_of, fill, state_of, words
+from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import RowState
+from engine.execution.ring import RING, entry_of, words
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding
 
@@ -35,15 +36,15 @@ def test_a_block_says_of_each_row_what_it_is_and_that_the_others_are_idle(
     rows: list[RowState], idle: int, number: int
 ) -> None:
     width = max(1, len(rows) + idle)
-    state = state_of(fill(rows, width, number))
+    layout = RowLayout(width)
+    state = layout.state(torch.from_numpy(layout.of(rows, number)))
     nobody = width - len(rows)
-    assert state.block.dtype == torch.int32
     assert state.count.tolist() == [number] * width
-    assert state.position.tolist() == [row.position for row in rows] + [-1] * nobody
+    assert state.newest.tolist() == [row.position for row in rows] + [-1] * nobody
     assert state.token.tolist() == [row.token for row in rows] + [0] * nobody
     assert state.last_position.tolist() == [row.last_position for row in rows] + [0] * nobody
-    assert state.noise_key.tolist() == [row.noise_key for row in rows] + [0] * nobody
-    assert state.temperature.tolist() == [row.temperature for row in rows] + [0] * nobody
+    assert state.draws[0].noise_key.tolist() == [row.noise_key for row in rows] + [0] * nobody
+    assert state.draws[0].temperature.tolist() == [row.temperature for row in rows] + [0] * nobody
     stops = [[*row.stops, *[-1] * (MOST_STOPS - len(row.stops))] for row in rows]
     assert state.stops.tolist() == stops + [[-1] * MOST_STOPS] * nobody
 

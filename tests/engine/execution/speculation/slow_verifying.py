@@ -23,6 +23,7 @@ from engine.execution.pipeline import (
 )
 from engine.execution.router import AHEAD as STEPS_AHEAD
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, StepOptions
+from engine.execution.speculation.estimates import PaidDepths
 from engine.execution.speculation.groups import BEGINNING, STAYS, SinglePolicy
 from engine.execution.speculation.verifying import DraftProgress, VerifyingRows, Way, prefix_length
 from engine.kernels.reference import verified
@@ -218,7 +219,7 @@ class SlowRounds(SlowMemory):
         self.ring[index, (own.count - 1) % RING] = own.count, entry
 
 
-class Whims:
+class Whims(PaidDepths):
     """Depths that change at any time."""
 
     def __init__(self, seed: int, depths: Rows[int]) -> None:

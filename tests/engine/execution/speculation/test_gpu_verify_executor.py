@@ -12,7 +12,6 @@ import pytest
 from msgspec.structs import replace
 
 from engine.api import GREEDY, GenerationRequest, Stopping
-from engine.execution import registry
 from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.execution.router import Role
 from engine.execution.runner import ModelRunner
@@ -57,7 +56,7 @@ def started(folder: Path, draft: Path | None, **changes: Any) -> tuple[ModelRunn
         made.append(captured.CapturedSpeculation(parts, FREE))
         return made[0]
 
-    forced = ExecutorEntry(Role.VERIFY, "graph", captured.why_not, make, registry.KERNELS_TRIAL, optional=True)
+    forced = ExecutorEntry(Role.VERIFY, "graph", captured.why_not, make, optional=True)
     others = tuple(one for one in EXECUTORS if one.name in ("graph_decode", "graph_prefill", "eager"))
     runner = make_runner(
         settings_of(folder, decoder="graph", **asked), prepared_on_gpu(folder, **asked), nobody, (forced, *others)

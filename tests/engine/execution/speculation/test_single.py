@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from engine.api import GREEDY, Stopping
 from engine.execution.pipeline import VerifiedDraft
+from engine.execution.speculation.estimates import PaidDepths
 from engine.execution.speculation.groups import SinglePolicy
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 
 
-class Said:
+class Said(PaidDepths):
     """Depths that a test sets."""
 
     def __init__(self) -> None:

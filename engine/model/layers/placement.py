@@ -1,9 +1,6 @@
-"""Where in memory the vectors of a step lie.
-
-Every block of a product reads the same vector at the same moment, and which parts of the L2 answer follows from its
-address, by a rule that GPUs do not tell. The same launches take up to 8 % longer or shorter for it, so some places are
-tried. What is computed does not depend on them.
-"""
+"""Chooses where in memory the vectors of a step lie. Every block of a product reads the same vector at the same moment,
+and which parts of the L2 answer follows from its address, by a rule that GPUs do not reveal: the same launches take up
+to 8 % longer or shorter. Results do not depend on it."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution.driver import Recorder
 from engine.kernels.build import Kernels
+from engine.kernels.capture import Graphs, device_seconds
 from engine.kernels.launch import Enqueues
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers
 from engine.settings import PAGE_SIZE
@@ -34,7 +31,7 @@ _TIMES = 4
 
 
 def settled(buffers: StepBuffers, time: Callable[[StepBuffers], float], places: int = PLACES) -> StepBuffers:
-    """The buffers with each vector where `time` was the least, one after the other."""
+    """Moves each vector in turn to where `time` was the least."""
     best = buffers
     for move in _MOVES:
         # Timed again for every vector: clocks change.
@@ -48,23 +45,21 @@ def settled(buffers: StepBuffers, time: Callable[[StepBuffers], float], places: 
 
 
 class LayersTimed:
-    """How long the first layers take with buffers of one row."""
-
     def __init__(self, library: Kernels, launcher: Enqueues, weights: StepWeights, plan: ChainPlan) -> None:
         layer = weights.layers[0]
         size = sum(one.matrix.nbytes for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
         self._weights = replace(weights, layers=weights.layers[: max(1, -(-_READ // size))])
         self._library, self._launcher, self._plan = library, launcher, plan
-        self._recorder = Recorder(weights.table.device)
+        self._graphs = Graphs(weights.table.device)
 
     def place_row(self, buffers: StepBuffers) -> None:
-        """A row of many tokens, in the first pages of the pool."""
+        """Fills the first pages of the pool with a row of many tokens."""
         held = min(buffers.places.pages.shape[1], self._weights.layers[0].attention.keys.shape[0])
         buffers.places.pages[:, :held].copy_(torch.arange(held, dtype=torch.int32))
         buffers.places.position.fill_(min(TOKENS, held * PAGE_SIZE - 1, self._weights.angles.shape[0] - 1))
 
     def take_away(self, buffers: StepBuffers) -> None:
-        """The row, and what its steps left in the pool."""
+        """Removes the row, and what its steps left in the pool."""
         page = int(buffers.places.position[0]) // PAGE_SIZE
         for layer in self._weights.layers:
             layer.attention.keys[page].zero_()
@@ -80,15 +75,6 @@ class LayersTimed:
             for _ in range(max(1, _LAUNCHES // len(chain))):
                 self._launcher.enqueue(chain)
 
-        graph = self._recorder.record(enqueue)
-        event: type[torch.cuda.Event] = torch.cuda.Event
-        begin, end = event(enable_timing=True), event(enable_timing=True)
+        graph = self._graphs.record(enqueue)
         graph.replay()
-        times = []
-        for _ in range(_TIMES):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(float(begin.elapsed_time(end)))
-        return min(times)
+        return 1e3 * min(device_seconds(graph.replay) for _ in range(_TIMES))

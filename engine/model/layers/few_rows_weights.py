@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from engine.execution.pipeline import BUCKETS
-from engine.execution.step_state import Parts, Unfit
 from engine.kernels import two_pass
 from engine.kernels import weights as forms
 from engine.kernels.attention import LayerAttention
@@ -17,8 +15,8 @@ from engine.kernels.gpu import GpuShape
 from engine.linear import DenseLinear, Linear
 from engine.linear.cuda import CudaLinear
 from engine.model import features
-from engine.model.layers.few_rows import ChainPlan, LayerWeights, StepProduct, StepWeights
-from engine.model.layers.many_tokens import heads_of
+from engine.model.layers.few_rows import MOST_ROWS, ChainPlan, LayerWeights, StepProduct, StepWeights
+from engine.model.layers.many_tokens import Loaded, heads_of
 from engine.model.weights import Layer
 from quant.checkpoint.forms import Dense
 
@@ -27,8 +25,8 @@ STATIC = 44 << 10  # bytes of shared memory that the kernels of two passes decla
 KEPT = 1 << 30  # bytes of the GPU that a coarse copy of the head must leave free
 
 
-def why_not(parts: Parts) -> str | None:
-    """Why the kernels cannot read this model, or None. The device is not asked."""
+def why_not(parts: Loaded) -> str | None:
+    """Why the kernels cannot read this model. Does not depend on the device."""
     model, pool = parts.model, parts.pool
     if model.placement.dtype != torch.bfloat16:
         return f"the model is {model.placement.dtype}, the kernels compute in bfloat16".replace("torch.", "")
@@ -55,8 +53,8 @@ def _objection(linear: Linear) -> str | None:
     return f"the kernels do not read weights of {type(linear).__name__}"
 
 
-def step_weights(parts: Parts) -> StepWeights:
-    """The model where `why_not` has no objection."""
+def step_weights(parts: Loaded) -> StepWeights:
+    """Valid where `why_not` has no objection."""
     model, weights = parts.model, parts.model.weights
     head = _product(weights.head)
     return StepWeights(
@@ -70,47 +68,46 @@ def step_weights(parts: Parts) -> StepWeights:
     )
 
 
-def why_one_pass(parts: Parts) -> str | None:
-    """Why the head is read in one pass, or None. The device is not asked."""
+def why_one_pass(parts: Loaded) -> str | None:
+    """Why the head is read in one pass. Does not depend on the device."""
     return why_not(parts) or two_pass.why_not(_product(parts.model.weights.head).matrix)
 
 
-def with_coarse_copy(weights: StepWeights, free: int, gpu: GpuShape) -> StepWeights:
-    """Returns the weights with a coarse copy of the head, which `free` bytes of memory must hold. Raises Unfit where
-    that is too little."""
-    needed = two_pass.copy_bytes(weights.head)
-    if free - needed < KEPT:
-        have, need, keep = (size >> 20 for size in (free, needed, KEPT))
-        raise Unfit(f"a copy of the head takes {need} MiB, {have} are free, and {keep} of them must stay free")
-    plan = ChainPlan(gpu.multiprocessors)
-    coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
-    shared = plan.two_passes(weights.head, coarse).shared_bytes(BUCKETS[-1]) + STATIC
-    if shared > gpu.shared:
-        raise Unfit(f"a block takes {shared >> 10} KiB of shared memory, this GPU has less")
-    return replace(weights, coarse=coarse)
-
-
-def shared(parts: Parts) -> tuple[StepWeights, str | None]:
-    """The weights with a coarse copy of the head where that is of use and fits, else why it is not; made once for all
-    executors."""
-    if parts.decode.made is None:
-        parts.decode.made = _with_two_passes(parts, step_weights(parts))
-    return parts.decode.made
-
-
-def _with_two_passes(parts: Parts, read: StepWeights) -> tuple[StepWeights, str | None]:
+def read(parts: Loaded) -> tuple[StepWeights, str | None]:
+    """Adds a coarse copy of the head where that is of use and fits, else why there is none."""
+    plain = step_weights(parts)
     reason = why_one_pass(parts)
     if reason is not None:
-        return read, reason
+        return plain, reason
     device = parts.model.placement.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else sys.maxsize  # shapes alone take none
+    reason = _why_no_room(plain, free)
+    if reason is not None:
+        return plain, reason
     try:
-        return with_coarse_copy(read, free, parts.kernels.gpu), None
-    except (Unfit, torch.OutOfMemoryError) as failure:
-        return read, " ".join(str(failure).split())[:300]
+        return _with_coarse_copy(plain, parts.kernels.gpu)
+    except torch.OutOfMemoryError as failure:
+        return plain, " ".join(str(failure).split())[:300]
 
 
-def _layer(parts: Parts, index: int, layer: Layer) -> LayerWeights:
+def _why_no_room(weights: StepWeights, free: int) -> str | None:
+    needed = two_pass.copy_bytes(weights.head)
+    if free - needed >= KEPT:
+        return None
+    have, need, keep = (size >> 20 for size in (free, needed, KEPT))
+    return f"a copy of the head takes {need} MiB, {have} are free, and {keep} of them must stay free"
+
+
+def _with_coarse_copy(weights: StepWeights, gpu: GpuShape) -> tuple[StepWeights, str | None]:
+    plan = ChainPlan(gpu.multiprocessors)
+    coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
+    shared = plan.two_passes(weights.head, coarse).shared_bytes(MOST_ROWS) + STATIC
+    if shared > gpu.shared:
+        return weights, f"a block takes {shared >> 10} KiB of shared memory, this GPU has less"
+    return replace(weights, coarse=coarse), None
+
+
+def _layer(parts: Loaded, index: int, layer: Layer) -> LayerWeights:
     keys, values = parts.pool.layer(index).unbind(0)
     query_gain = key_gain = None
     if layer.head_norm is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.api import GREEDY, Stopping
-from engine.execution.graphs.row_state import VerifyLayout
+from engine.execution.graphs.row_state import RowLayout
 from engine.execution.pipeline import RowState
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import begin
@@ -17,7 +17,7 @@ from engine.scheduling.sequence_state import begin
 def test_each_part_lies_where_the_device_looks_for_it(stops: tuple[int, ...]) -> None:
     sequence = begin(Admitted(0, 0, (5, 6, 7), 3, GREEDY, Stopping(max_tokens=9)))
     row = RowState(7, 2, 40, stops, 0.5, -(1 << 62), (3, 8), sequence, (), 4)
-    layout = VerifyLayout(1, 8, 2000)
+    layout = RowLayout(1, 8, 2000)
     words = layout.of([row], 77, [np.array([5, 6, 7], dtype=np.int32)])
     state = layout.state(torch.from_numpy(words))
     assert [one.noise_key.tolist() for one in state.draws] == [[-(1 << 62)] * rows for rows in (8, 2, 1)]
@@ -31,7 +31,7 @@ def test_each_part_lies_where_the_device_looks_for_it(stops: tuple[int, ...]) ->
 @pytest.mark.parametrize(("sequences", "laid"), [(2, 4), (4, 2)])
 def test_several_sequences_have_places_of_their_own(sequences: int, laid: int) -> None:
     """One fewer than there is room for: the last is nobody's."""
-    layout, rows, known = VerifyLayout(sequences, laid, 100), [], []
+    layout, rows, known = RowLayout(sequences, laid, 100), [], []
     for at in range(sequences - 1):
         ids = tuple(range(10 * at, 10 * at + 3 + at))
         sequence = begin(Admitted(at, at, ids, len(ids), GREEDY, Stopping(max_tokens=9)))

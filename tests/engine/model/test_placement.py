@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from engine.execution.graphs.placement import LayersTimed, settled
 from engine.kernels.build import WantedKernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Unlaunched
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, allocate
+from engine.model.layers.placement import LayersTimed, settled
 from engine.settings import PAGE_SIZE
 from tests.engine.kernels.conftest import small_model
 

@@ -1,0 +1,60 @@
+"""Attention of the walk of many tokens: of rows of one token, and of chunks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from engine.kernels import batch_attention
+from engine.kernels import prefill as ops
+from engine.kernels import rows as states
+from engine.kernels.attention import LayerAttention
+from engine.kernels.batch_attention import BatchAttention, BatchRows, Workspace
+from engine.kernels.launch import Launch
+from engine.kernels.weights import Format
+from engine.model.layers.many_tokens import ForwardPass
+
+
+class RowAttention:
+    """A `TokenAttention` of rows of one token."""
+
+    def __init__(self, run: ForwardPass, rows: states.RowStates, spaces: Mapping[int | None, Workspace]) -> None:
+        self._run = run
+        self._places = ops.TokenPlaces(rows.position, rows.pages)
+        held = BatchRows(rows.length, rows.pages)
+        grid = batch_attention.grid(run.layout, run.gpu)
+        self._of_window = {
+            window: BatchAttention(run.library, run.layout, held, grid, space, window)
+            for window, space in spaces.items()
+        }
+
+    def plans(self) -> list[Launch]:
+        """Returns what must be enqueued before the pass."""
+        return [one.plan() for one in self._of_window.values()]
+
+    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
+        run = self._run
+        return ops.row_heads(run.library, run.layout, layer, self._places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        return self._of_window[layer.window].attend(layer, queries, out, order)
+
+
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """A `TokenAttention` of chunks, each over its sequence's pages."""
+
+    run: ForwardPass
+    places: ops.TokenPlaces
+    chunks: ops.Chunks
+    splits: ops.Splits
+
+    def heads(self, layer: LayerAttention, product: ops.ProductParts, queries: torch.Tensor) -> Launch:
+        run = self.run
+        return ops.row_heads(run.library, run.layout, layer, self.places, run.embedding, product, queries)
+
+    def attend(self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format) -> Launch:
+        run = self.run
+        return ops.attend_chunks(run.library, run.layout, self.chunks, self.splits, layer, queries, out, order)
