@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from engine.constraints.constraints import Constraints
+from engine.execution.registry import EXECUTORS, ExecutorEntry
 from engine.execution.runner import ModelRunner
 from engine.model.split import Part
 from engine.settings import EngineSettings
@@ -109,11 +111,18 @@ class _Other:
         return ThreadExchange(self.part, self._meeting)
 
 
-def split_runner(folder: Path, ranks: int, **given: Any) -> tuple[ModelRunner, Threads]:
+def split_runner(
+    folder: Path,
+    ranks: int,
+    constraints: Constraints | None = None,
+    registry: tuple[ExecutorEntry, ...] = EXECUTORS,
+    **given: Any,
+) -> tuple[ModelRunner, Threads]:
     """Returns a runner of a model that is split over threads, and these."""
     chosen = settings(folder, **given)
     threads = Threads(chosen, ranks)
     try:
-        return make_runner(chosen, prepare(chosen, nothing, member=threads), nothing), threads
+        prepared = prepare(chosen, nothing, constraints, member=threads)
+        return make_runner(chosen, prepared, nothing, registry), threads
     except threading.BrokenBarrierError:
         raise threads.failures[0] from None
