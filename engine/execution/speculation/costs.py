@@ -66,7 +66,8 @@ def measure(
 
 
 def clock_of(device: torch.device, alone: bool = True) -> Clock:
-    """Prefers the clock of a thread that does all the work: other load does not disturb it."""
+    """Prefers the clock of a thread that does all the work: other load does not disturb it. `alone`: no other process
+    has a part of it."""
     alone = alone and device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
