@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.scheduling.plan import PageAccess
-from engine.worker.build import build, prepare
+from engine.worker.build import build, make_runner, prepare
 from engine.worker.ranks import Ranks
 from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import make, nothing, settings
@@ -106,3 +108,36 @@ def test_a_rank_that_dies_or_hangs_is_noticed_without_any_work(sent: signal.Sign
     assert ended_by == [sent if sent == signal.SIGKILL else 0]
     ranks.close()
     assert gone(ranks.pids[0])
+
+
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Returns address, as the kernel writes it, and port of each socket on which a process listens."""
+    held = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in held:
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16)))
+    return found
+
+
+def test_ranks_listen_on_the_loopback_interface_alone_and_strangers_do_not_disturb_them(
+    tmp_path: Path, drive: Drive, request_of: Request
+) -> None:
+    make(tmp_path, "qwen3", vocab_size=101)
+    before = listening(os.getpid())
+    chosen = settings(tmp_path / "plain", max_sequences=4)
+    ranks = Ranks(chosen, 2)
+    runner = make_runner(chosen, prepare(chosen, nothing, member=ranks), nothing)
+    doors = [one for pid in (os.getpid(), *ranks.pids) for one in listening(pid) if one not in before]
+    assert doors
+    assert {address for address, _ in doors} == {"0100007F"}
+    expected = drive(runner, asked(request_of, 101))
+    for content in (b"", bytes(8), b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(range(256)) * 64):
+        for _, port in doors:
+            with socket.create_connection(("127.0.0.1", port), 10) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(content)
+        same(expected, drive(runner, asked(request_of, 101)))
+    runner.close()
