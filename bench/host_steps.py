@@ -4,7 +4,7 @@
     python -m bench.host_steps --instant
 
 A step counts if exactly `--rows` rows decode one token each in it; the report gives the median. A wait is one call of
-`engine.execution.ring.RingPoller.wait`. Polls of the device that find no result count as host time, so each wait is
+`engine.execution.poller.RingPoller.wait`. Polls of the device that find no result count as host time, so each wait is
 prolonged to leave few of them, and the table gives the number of waits. `--instant` runs the scheduler, the router and
 the pipelines over devices that answer at once, without a GPU, to compare two trees on one machine.
 """
@@ -35,7 +35,7 @@ from engine.execution.batch_pipeline import BatchPipeline, Changes
 from engine.execution.graphs.batch import BUCKETS, Batched
 from engine.execution.graphs.decode import GraphDecode
 from engine.execution.pipeline import MorePages, Pipeline, Rewrite, StepLaunch, in_flight, run_share
-from engine.execution.ring import RingPoller
+from engine.execution.poller import RingPoller
 from engine.execution.router import ALL_OPTIONS, FEW, Capacity, Executors, Role, Router
 from engine.kv.page_pool import PagePool
 from engine.scheduling.limits import Limits

@@ -36,8 +36,7 @@ from engine.execution.registry import EXECUTORS, Executor
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation.costs import Clock, Costs, clock_of
 from engine.execution.speculation.eager_executor import Speculation
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, PromptLookup, Proposer
 from engine.execution.speculation.verify_executor import CapturedSpeculation
 from engine.execution.step_state import Parts
 from engine.kv.page_pool import PagePool

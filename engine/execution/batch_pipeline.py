@@ -85,10 +85,6 @@ class BatchPipeline:
         self._joined = 0  # number of the first step that moves all rows
         self._useful = 0  # number of the last step that all pages allow and some row needs
 
-    @property
-    def most_rows(self) -> int:
-        return len(self._layout)
-
     def step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
         try:
             changes = self._agree(rows)

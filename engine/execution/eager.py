@@ -26,10 +26,6 @@ NO_DRAFTS: Mapping[int, Draft] = MappingProxyType({})
 SCORED_LOGITS = 1 << 24  # of a prompt, at a time: 64 MiB of float32; their logarithms take as much again
 
 
-def why_not(parts: Parts) -> str | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class PassOutput:
     """Both tensors are [positions, hidden], in the order of the pass's rows."""

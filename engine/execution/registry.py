@@ -9,7 +9,8 @@ from typing import Protocol
 from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
-from engine.execution.graphs import batch, decode, prefill
+from engine.execution.graphs import batch, decode
+from engine.execution.graphs.prefill import GraphPrefill
 from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import eager_executor
 from engine.execution.speculation import verify_executor as verify
@@ -56,15 +57,19 @@ class ExecutorEntry:
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
+def _always(parts: Parts) -> None:
+    return None
+
+
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     # The first asks for no kernel that `graph_decode` does not.
     ExecutorEntry(Role.MASKED, "graph", decode.why_not, decode.Constrained, optional=True),
     ExecutorEntry(Role.VERIFY, "graph", verify.why_not, verify.CapturedSpeculation, optional=True, ask=verify.ask),
     ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
-    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, prefill.make, ask=prefill.ask),
+    ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, GraphPrefill, ask=lambda one: GraphPrefill(one).ask()),
     ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),
-    ExecutorEntry(Role.DRAFTED, "eager", eager_executor.why_not, eager_executor.Speculation, optional=True),
-    ExecutorEntry(Role.EAGER, "eager", eager.why_not, eager.Eager),
+    ExecutorEntry(Role.DRAFTED, "eager", _always, eager_executor.Speculation, optional=True),
+    ExecutorEntry(Role.EAGER, "eager", _always, eager.Eager),
 )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
 from engine.constraints.constraints import Constraints
-from engine.execution.ring import IdleWork
+from engine.execution.poller import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
-from engine.kernels.build import BuildError, KernelLibrary, Kernels, WantedKernels, open_library, why_no_gpu
+from engine.kernels.build import BuildError, GpuKernels, Kernels, why_no_gpu
 from engine.kv.kv_cache import KvCache
 from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
@@ -36,28 +37,12 @@ class DecodeWeights:
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
 
 
-@dataclass(slots=True)
-class GpuKernels:
-    library: KernelLibrary | WantedKernels | None = None  # opened by who first wants it
-
-    def open(self, device: torch.device) -> Kernels:
-        """Raises BuildError where nothing can be compiled."""
-        if self.library is None:
-            self.library = open_library(torch.cuda.get_device_capability(device))
-        return self.library
-
-    def close(self) -> None:
-        """Stops compiling what was not asked for."""
-        if isinstance(self.library, KernelLibrary):
-            self.library.close()
-
-
 class RankGroup(Protocol):
     """The other ranks of a split model."""
 
     @property
     def pages(self) -> PageAccess:
-        """Gives access to keys and values of all ranks as bytes."""
+        """Access to keys and values of all ranks as bytes."""
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -107,6 +92,7 @@ def kernel_switches(why_one_pass: str | None) -> Mapping[str, str | None]:
     return {"graphs": None, "fused_kernels": None, "two_pass_head": why_one_pass}
 
 
-def no_gpu(parts: Parts) -> str | None:
-    """Returns None, too, where the model is shapes alone."""
-    return why_no_gpu(parts.model.placement.device)
+def why_no_kernels(parts: Parts) -> str | None:
+    """Returns why kernels of our own cannot run here. A model that is shapes alone needs no GPU."""
+    installed = find_spec("cuda") is not None and find_spec("cuda.core") is not None
+    return why_no_gpu(parts.model.placement.device) or (None if installed else "cuda.core is not installed")

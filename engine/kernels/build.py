@@ -325,3 +325,19 @@ def kept_in(folder: Path, *prebuilt: Path) -> CubinCache:
     except ImportError as failure:
         raise BuildError(f"cuda.core and NVRTC are needed: {failure}") from failure
     return CubinCache(folder, version, compile_with_nvrtc, prebuilt)
+
+
+@dataclass(slots=True)
+class GpuKernels:
+    library: KernelLibrary | WantedKernels | None = None  # opened by who first wants it
+
+    def open(self, device: torch.device) -> Kernels:
+        """Raises BuildError where nothing can be compiled."""
+        if self.library is None:
+            self.library = open_library(torch.cuda.get_device_capability(device))
+        return self.library
+
+    def close(self) -> None:
+        """Stops compiling what was not asked for."""
+        if isinstance(self.library, KernelLibrary):
+            self.library.close()

@@ -17,9 +17,9 @@ from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
 from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
-from engine.execution.step_state import GpuKernels, Parts
+from engine.execution.step_state import Parts
 from engine.fake import plain_request
-from engine.kernels.build import BuildError, default_cache, open_library
+from engine.kernels.build import BuildError, GpuKernels, default_cache, open_library
 from engine.kernels.context import keep_little
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import Room, make_room

@@ -12,9 +12,9 @@ import torch
 from engine.errors import Unsupported
 from engine.execution.registry import EXECUTORS
 from engine.execution.speculation.draft_model import DraftModel
-from engine.execution.step_state import GpuKernels, Parts, Unfit
+from engine.execution.step_state import Parts, Unfit
 from engine.kernels.attention import MIN_PAGES, PAGE, SPLITS
-from engine.kernels.build import BuildError, Source, WantedKernels
+from engine.kernels.build import BuildError, GpuKernels, Source, WantedKernels
 from engine.kernels.gpu import GpuShape
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import make_room

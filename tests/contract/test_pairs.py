@@ -24,10 +24,9 @@ from engine.execution.router import Role
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation import verify_executor as captured
 from engine.execution.speculation.eager_executor import Speculation
-from engine.execution.speculation.groups import SeveralPolicy
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Proposer
+from engine.execution.speculation.proposer import PromptLookup, Proposer
 from engine.execution.speculation.verify_executor import CapturedSpeculation
+from engine.execution.speculation.verifying import SeveralPolicy
 from engine.execution.step_state import Parts
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, make_runner, prepare

@@ -19,8 +19,7 @@ from engine.execution.runner import ModelRunner
 from engine.execution.speculation.costs import SIZES
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.eager_executor import Speculation
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Proposer
+from engine.execution.speculation.proposer import PromptLookup, Proposer
 from engine.kv.kv_cache import KvCache
 from engine.model.transformer import StepInput
 from engine.sampling.sampler import Sampler

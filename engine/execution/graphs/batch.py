@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
@@ -15,13 +14,14 @@ from engine.execution.batch_pipeline import MOST_BATCH_AHEAD, BatchPipeline, Cha
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.needs import require_known
 from engine.execution.pipeline import StepLaunch
-from engine.execution.ring import RingPoller, all_entries
+from engine.execution.poller import RingPoller
 from engine.execution.router import FEW, Capacity, StepOptions
-from engine.execution.step_state import Parts, making
+from engine.execution.step_state import Parts, making, why_no_kernels
 from engine.kernels import batch_attention
 from engine.kernels import prefill as ops
 from engine.kernels import rows as states
 from engine.kernels.capture import Graphs
+from engine.kernels.ring import all_entries
 from engine.loading.progress import Progress
 from engine.model.layers import many_tokens
 from engine.model.layers.many_tokens import ForwardPass
@@ -113,9 +113,8 @@ class BatchedSteps:
 def why_not(parts: Parts) -> str | None:
     if parts.max_sequences <= FEW:
         return f"no more than {FEW} sequences run at once, which graph_decode takes"
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "cuda.core is not installed"
-    return many_tokens.why_not(parts) or batch_attention.why_not(many_tokens.heads_of(parts))
+    heads = many_tokens.heads_of(parts)
+    return why_no_kernels(parts) or many_tokens.why_not(parts) or batch_attention.why_not(heads)
 
 
 def ask(parts: Parts) -> None:
@@ -138,7 +137,7 @@ class Batched:
         with making():
             self._steps = BatchedSteps(parts, buckets)
         self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
-        self.capacity = Capacity(many=self._pipeline.most_rows)
+        self.capacity = Capacity(many=buckets[-1])
         self.switches: Mapping[str, str | None] = {"graphs": None, "fused_kernels": None}
 
     def warmup(self, progress: Progress) -> None:

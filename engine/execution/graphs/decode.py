@@ -4,8 +4,6 @@ in turns."""
 from __future__ import annotations
 
 import gc
-import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ import torch
 from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import REACHES, Chain, Chains, distinct, fitting, reaches
-from engine.execution.graphs.row_state import PlainRows, TokenMasks
+from engine.execution.graphs.row_state import PlainRows, write_pages
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
@@ -31,26 +29,18 @@ from engine.execution.pipeline import (
     plain_lookahead,
     run_share,
 )
-from engine.execution.ring import RING, RingPoller, entry_of, words
+from engine.execution.poller import RingPoller
 from engine.execution.router import AHEAD, FEW, Capacity, StepOptions
-from engine.execution.step_state import Parts, kernel_switches, making, no_gpu
+from engine.execution.step_state import Parts, kernel_switches, making, why_no_kernels
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.capture import device_seconds
 from engine.kernels.launch import Launch
+from engine.kernels.masks import TokenMasks
+from engine.kernels.ring import RING, entry_of, words
 from engine.kernels.sampling import Sampling
 from engine.loading.progress import Progress
-from engine.model.layers import few_rows_weights, placement
-from engine.model.layers.few_rows import (
-    ChainPlan,
-    StepBuffers,
-    StepWeights,
-    allocate,
-    prepare_choice,
-    prepare_layers,
-    prepare_start,
-    prepare_step,
-)
+from engine.model.layers import few_rows, few_rows_weights, placement
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -60,7 +50,7 @@ Choice = tuple[bool, bool]  # whether rows need the sampling stages, and whether
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    buffers: StepBuffers
+    buffers: few_rows.StepBuffers
     rows: PlainRows
     start: Launch
     sampling: Sampling
@@ -70,17 +60,17 @@ class Bucket:
     halves: dict[Choice | int, Chain] = field(default_factory=dict)  # the layers by `longest`, and ways to choose
 
 
-class RowSteps(ABC):
+class RowSteps:
     """Steps of few rows, whose states the host writes as one block. Calls go to torch's current stream."""
 
     masked = False  # whether a mask can be given for each row
 
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, most_rows: int) -> None:
+    def __init__(self, library: Kernels, weights: few_rows.StepWeights, max_context: int, most_rows: int) -> None:
         self._library = library
         self._weights = weights
         self._two_pass = weights.coarse is not None
         self._max_context = max_context
-        self._plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+        self._plan = few_rows.ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
         vocabulary, device = weights.head.rows, weights.table.device
         self._chains = Chains(device)
         most = bucket(min(most_rows, BUCKETS[-1]))
@@ -92,18 +82,15 @@ class RowSteps(ABC):
         self._within_top = False  # and need few logits
         self._poller = RingPoller()
 
-    @abstractmethod
-    def launch(self, launch: StepLaunch) -> None: ...
-
     def _bucket(self, size: int) -> Bucket:
         found = self._buckets.get(size)
         if found is None:
             rows = PlainRows(size, self._weights.table.device)
-            buffers = rows.placed(allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING))
+            buffers = rows.placed(few_rows.allocate(self._weights, size, -(-self._max_context // PAGE_SIZE), RING))
             found = self._buckets[size] = self._made(buffers, rows)
         return found
 
-    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+    def _made(self, buffers: few_rows.StepBuffers, rows: PlainRows) -> Bucket:
         masks = None
         if self.masked:
             masks = TokenMasks(buffers.batch, self._weights.head.rows, self._weights.table.device)
@@ -111,7 +98,7 @@ class RowSteps(ABC):
         return Bucket(
             buffers=buffers,
             rows=rows,
-            start=prepare_start(self._library, self._weights, buffers),
+            start=few_rows.prepare_start(self._library, self._weights, buffers),
             sampling=self._sampling.first(buffers.batch),
             ring=words(buffers.progress.ring),
             masks=masks,
@@ -145,11 +132,7 @@ class RowSteps(ABC):
         self._chains.launcher.enqueue([here.start])
 
     def _add_pages(self, index: int, first: int, pages: Rows[int]) -> None:
-        row = self._current.buffers.places.pages[index]
-        if len(pages) == 1:
-            row[first].fill_(pages[0])
-            return
-        row[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
+        write_pages(self._current.buffers.places.pages[index], first, pages)
 
     def poll(self, index: int, number: int) -> int | None:
         return entry_of(self._current.ring, index, number)
@@ -167,7 +150,7 @@ class RowSteps(ABC):
 class CapturedSteps(RowSteps):
     """Plain steps. All buckets are captured at the start."""
 
-    def __init__(self, library: Kernels, weights: StepWeights, max_context: int, max_rows: int) -> None:
+    def __init__(self, library: Kernels, weights: few_rows.StepWeights, max_context: int, max_rows: int) -> None:
         super().__init__(library, weights, max_context, max_rows)
         self.sizes = [size for size in BUCKETS if size <= bucket(min(max_rows, BUCKETS[-1]))]
 
@@ -176,17 +159,17 @@ class CapturedSteps(RowSteps):
         for size in sizes:
             self._bucket(size)
 
-    def _made(self, buffers: StepBuffers, rows: PlainRows) -> Bucket:
+    def _made(self, buffers: few_rows.StepBuffers, rows: PlainRows) -> Bucket:
         made = super()._made(buffers, rows)
         lengths = reaches(self._max_context)
         plans = [replace(self._plan, longest=longest) for longest in lengths]
-        layers = [prepare_layers(self._library, self._weights, buffers, plan) for plan in plans]
+        layers = [few_rows.prepare_layers(self._library, self._weights, buffers, plan) for plan in plans]
         for two_pass in (False, True) if self._two_pass else (False,):
             for draws in (None, made.sampling):
                 chains = []
                 for longest, plan, common in zip(lengths, plans, layers, strict=True):
                     plan = replace(plan, two_pass=two_pass, within_top=two_pass)
-                    chain = prepare_step(self._library, self._weights, buffers, plan, draws, layers=common)
+                    chain = few_rows.prepare_step(self._library, self._weights, buffers, plan, draws, layers=common)
                     chains.append(Chain(longest, chain))
                 made.steps[draws is not None, two_pass] = distinct(chains)
         return made
@@ -276,20 +259,17 @@ class MaskedSteps(RowSteps):
         return found
 
     def _layers(self, here: Bucket, longest: int) -> tuple[Launch, ...]:
-        return prepare_layers(self._library, self._weights, here.buffers, replace(self._plan, longest=longest))
+        return few_rows.prepare_layers(self._library, self._weights, here.buffers, replace(self._plan, longest=longest))
 
     def _choice(self, here: Bucket, two_pass: bool) -> tuple[Launch, ...]:
         draws = here.sampling if self._draws else None
-        return prepare_choice(self._library, self._weights, here.buffers, replace(self._plan, two_pass=two_pass), draws)
+        return few_rows.prepare_choice(
+            self._library, self._weights, here.buffers, replace(self._plan, two_pass=two_pass), draws
+        )
 
 
 def why_not(parts: Parts) -> str | None:
-    objection = no_gpu(parts)
-    if objection is not None:
-        return objection
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        return "cuda.core is not installed"
-    return few_rows_weights.why_not(parts)
+    return why_no_kernels(parts) or few_rows_weights.why_not(parts)
 
 
 def ask(parts: Parts) -> None:

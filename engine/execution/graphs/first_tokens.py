@@ -13,19 +13,20 @@ from engine.execution import device_sampling as sampled
 from engine.execution.batch_pipeline import BatchRow, Changes
 from engine.execution.graphs.chains import Chain, Chains
 from engine.execution.graphs.passes import MOST_CHUNKS
-from engine.execution.graphs.row_state import PlainRows, TokenMasks
+from engine.execution.graphs.row_state import PlainRows
 from engine.execution.graphs.row_updates import RowUpdates
 from engine.execution.pipeline import NO_TOKEN, Mask, RowState
-from engine.execution.ring import IdleWork, RingPoller, all_entries, entry_of, words
+from engine.execution.poller import IdleWork, RingPoller
 from engine.execution.router import StepOptions
 from engine.kernels import rows as states
 from engine.kernels import sampling
 from engine.kernels.build import Kernels
 from engine.kernels.capture import Graphs, Mailbox
+from engine.kernels.masks import TokenMasks
+from engine.kernels.ring import all_entries, entry_of, words
 from engine.kernels.tokens import Fed
 from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, prepare_first
 from engine.model.layers.many_tokens import ForwardPass
-from engine.sampling.noise import seed_key
 from engine.scheduling.plan import RowResult
 from engine.scheduling.sequence_state import SequenceState
 
@@ -66,18 +67,7 @@ class FirstTokens:
 
     def draw(self, sequence: SequenceState, options: StepOptions, mask: Mask | None = None) -> int:
         """Draws behind the sequence's last chunk. Returns the number of the token's entry."""
-        one = sequence.sampling
-        state = RowState(
-            token=0,
-            position=len(sequence.token_ids) - 1,
-            last_position=_NEVER,
-            stops=(),
-            temperature=one.temperature,
-            noise_key=seed_key(one.seed),
-            pages=(),
-            sequence=sequence,
-            unreported=(),
-        )
+        state = RowState.of(sequence, len(sequence.token_ids) - 1, _NEVER)
         self._number = self._number % _LAST_NUMBER + 1
         self._rows.write((state,), self._number - 1)
         self._masks.send({} if mask is None else {0: mask})

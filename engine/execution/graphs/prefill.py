@@ -26,7 +26,7 @@ from engine.kernels.tokens import Fed
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows import StepWeights
-from engine.model.layers.many_tokens import Ends, ForwardPass, why_not
+from engine.model.layers.many_tokens import Ends, ForwardPass
 from engine.model.layers.token_attention import PassAttention
 from engine.scheduling.plan import Admitted, Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
@@ -118,17 +118,18 @@ class GraphPrefill:
     def __init__(self, parts: Parts, sizes: tuple[int, ...] = SIZES) -> None:
         """Leaves out `sizes` that no step fills."""
         self._parts = parts
-        self._graphs = Graphs(parts.model.placement.device)
-        sizes = filled(sizes, parts.max_batch_tokens)
-        self._passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
-        self._one: FirstTokens | None = None  # where the kernels of decode steps read this model
-        why_one_pass = few_rows_weights.why_not(parts)
-        if why_one_pass is None:
-            read, why_one_pass = parts.step_weights
-            fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
-            self._one = FirstTokens(parts.kernels, read, fed, parts.max_sequences, parts.idle_work)
-        vocabulary = parts.model.config.vocab_size
-        self._many = ManyFirstTokens(self._passes.run, vocabulary, self._graphs, parts.idle_work)
+        with making():
+            self._graphs = Graphs(parts.model.placement.device)
+            sizes = filled(sizes, parts.max_batch_tokens)
+            self._passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
+            self._one: FirstTokens | None = None  # where the kernels of decode steps read this model
+            why_one_pass = few_rows_weights.why_not(parts)
+            if why_one_pass is None:
+                read, why_one_pass = parts.step_weights
+                fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
+                self._one = FirstTokens(parts.kernels, read, fed, parts.max_sequences, parts.idle_work)
+            vocabulary = parts.model.config.vocab_size
+            self._many = ManyFirstTokens(self._passes.run, vocabulary, self._graphs, parts.idle_work)
         self.capacity = Capacity(prompts=True)
         self.switches = kernel_switches(why_one_pass)
 
@@ -271,18 +272,6 @@ class DraftPrefill:
 
     def close(self) -> None:
         self._graphs.clear()
-
-
-def make(parts: Parts) -> GraphPrefill:
-    reason = why_not(parts)
-    if reason is not None:
-        raise Unfit(reason)
-    with making():
-        return GraphPrefill(parts)
-
-
-def ask(parts: Parts) -> None:
-    GraphPrefill(parts).ask()
 
 
 def filled(sizes: tuple[int, ...], tokens: int) -> tuple[int, ...]:

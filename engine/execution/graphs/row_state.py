@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -12,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.execution.needs import MOST_STOPS
-from engine.execution.pipeline import Mask, RowState
-from engine.kernels.capture import Mailbox
+from engine.execution.pipeline import RowState
 from engine.model.layers.draft_steps import DRAFT_ROWS, Draws
 from engine.model.layers.few_rows import StepBuffers
 from engine.settings import PAGE_SIZE
@@ -158,33 +156,9 @@ class PlainRows:
         return replace(buffers, places=places, choice=choice, progress=progress)
 
 
-_OPEN = -1  # a word that allows all its tokens
-
-
-class TokenMasks:
-    """Masks of `rows` rows at a fixed address. At first they allow every token."""
-
-    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
-        self._words = np.full((rows, -(-vocabulary // 32)), _OPEN, dtype=np.int32)
-        self._mailbox = Mailbox(self._words.size, device)
-        self._mailbox.arrived.fill_(_OPEN)
-        self._masked: set[int] = set()  # rows that are not open
-
-    @property
-    def arrived(self) -> torch.Tensor:
-        """Returns the masks, int32 [rows, words]."""
-        return self._mailbox.arrived.view(self._words.shape)
-
-    def send(self, masks: Mapping[int, Mask]) -> None:
-        """Sets the masks of these rows, in the order of the current stream; the others may choose every token."""
-        if not masks and not self._masked:
-            return
-        for row in self._masked - masks.keys():
-            self._words[row] = _OPEN
-        for row, mask in masks.items():
-            bits = self._words[row].view(np.uint8)
-            size = min(len(mask), len(bits))
-            bits[:size] = np.frombuffer(mask, dtype=np.uint8, count=size)
-            bits[size:] = 0  # ids beyond a mask have no text
-        self._masked = set(masks)
-        self._mailbox.send(self._words.reshape(-1))
+def write_pages(table: torch.Tensor, first: int, pages: Rows[int]) -> None:
+    """Enqueues table[first : first + len(pages)] = pages."""
+    if len(pages) == 1:  # most often, and no memory is copied
+        table[first].fill_(pages[0])
+    else:
+        table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)

@@ -17,29 +17,22 @@ from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.decode import Choice
 from engine.execution.graphs.prefill import DeviceDraft
-from engine.execution.graphs.row_state import RowLayout
+from engine.execution.graphs.row_state import RowLayout, write_pages
 from engine.execution.needs import require_known
 from engine.execution.pipeline import GROUPS, MOST_VERIFY_AHEAD, MorePages, Rewrite, StepLaunch
-from engine.execution.ring import RingPoller, entry_of, words
+from engine.execution.poller import RingPoller
 from engine.execution.speculation.verifying import prefix_length
 from engine.kernels import sampling, speculation
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
 from engine.kernels.capture import Mailbox
 from engine.kernels.launch import Launch
+from engine.kernels.ring import entry_of, words
 from engine.kernels.sampling import Sampling
 from engine.kernels.speculation import Future, Verified
 from engine.loading.progress import Progress
+from engine.model.layers import few_rows
 from engine.model.layers.draft_steps import DraftSteps
-from engine.model.layers.few_rows import (
-    ChainPlan,
-    StepBuffers,
-    StepWeights,
-    allocate,
-    first_norm,
-    prepare_layers,
-    prepare_step,
-)
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
 
@@ -56,7 +49,7 @@ class VerifyGraphs:
     def __init__(
         self,
         library: Kernels,
-        weights: StepWeights,
+        weights: few_rows.StepWeights,
         max_context: int,
         future: Future | None = None,
         draft: DeviceDraft | None = None,
@@ -94,8 +87,8 @@ class VerifyGraphs:
         self._groups_made: dict[int, dict[Choice, tuple[Chain, ...]]] = {}  # by group; shortest chains first
         self._poller = RingPoller()
 
-    def _row_memory(self) -> StepBuffers:
-        room, verifying = allocate(self._weights, self._layout.rows, 1, 1), self._state.draws[0]
+    def _row_memory(self) -> few_rows.StepBuffers:
+        room, verifying = few_rows.allocate(self._weights, self._layout.rows, 1, 1), self._state.draws[0]
         choice = replace(room.choice, temperature=verifying.temperature, noise_key=verifying.noise_key)
         places = RowPages(room.places.position, self._layout.pages(self._mailbox.arrived))
         return replace(room, choice=choice, places=places)
@@ -121,23 +114,25 @@ class VerifyGraphs:
 
     def _propose(self) -> Launch:
         library = self._library
-        first = first_norm(self._weights, self._room)
+        first = few_rows.first_norm(self._weights, self._room)
         if self._future is None:
             return speculation.lookup(library, self._verified, self._room.places, first)
         return speculation.replay(library, self._verified, self._room.places, first, self._future)
 
-    def _guess(self, plan: ChainPlan, count: int) -> list[Launch]:
+    def _guess(self, plan: few_rows.ChainPlan, count: int) -> list[Launch]:
         if self._guessing is None:
             return []
         laid = self._propose()
         if self._future is None:
-            first = first_norm(self._weights, self._room)
+            first = few_rows.first_norm(self._weights, self._room)
             laid = self._guessing.drafted(self._library, self._room.places, first, count)
         return self._guessing.launches(self._library, plan, count, laid)
 
-    def _plan(self, group: int, longest: int) -> ChainPlan:
+    def _plan(self, group: int, longest: int) -> few_rows.ChainPlan:
         gpu = self._library.gpu
-        return ChainPlan(gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest)
+        return few_rows.ChainPlan(
+            gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest
+        )
 
     def _made(self, group: int) -> dict[Choice, tuple[Chain, ...]]:
         library, weights = self._library, self._weights
@@ -147,7 +142,7 @@ class VerifyGraphs:
         ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = reaches(self._max_context)
         plans = [self._plan(group, longest) for longest in lengths]
-        layers = [prepare_layers(library, weights, buffers, plan) for plan in plans]
+        layers = [few_rows.prepare_layers(library, weights, buffers, plan) for plan in plans]
         choices: list[tuple[Sampling | None, bool]] = [(None, False), (self._sampling.first(rows), False)]
         choices += [(None, True)] if self._two_pass else []
         made = {}
@@ -155,7 +150,7 @@ class VerifyGraphs:
             chains = []
             for longest, plan, common in zip(lengths, plans, layers, strict=True):
                 plan = replace(plan, two_pass=two_pass)
-                chain = prepare_step(library, weights, buffers, plan, draws, ending, common)
+                chain = few_rows.prepare_step(library, weights, buffers, plan, draws, ending, common)
                 chains.append(Chain(longest, (*self._guess(plan, group - 1), *chain)))
             made[draws is not None, two_pass] = distinct(chains)
         return made
@@ -279,17 +274,10 @@ class VerifyGraphs:
             self._draft.computed(sequence, prefix_length(stands))
 
     def _add_pages(self, more: MorePages) -> None:
-        self._send_pages(self._room.places.pages[more.index], more.first, more.pages)
+        write_pages(self._room.places.pages[more.index], more.first, more.pages)
         self._state.held[more.index].fill_((more.first + len(more.pages)) * PAGE_SIZE)
         if more.cut:
             self._enqueue_start()
-
-    @staticmethod
-    def _send_pages(table: torch.Tensor, first: int, pages: Sequence[int]) -> None:
-        if len(pages) == 1:
-            table[first].fill_(pages[0])
-        else:
-            table[first : first + len(pages)].copy_(torch.tensor(pages, dtype=torch.int32), non_blocking=True)
 
     def launch(self, launch: StepLaunch) -> None:
         self._poller.launched()

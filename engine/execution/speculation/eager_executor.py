@@ -15,17 +15,12 @@ from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, St
 from engine.execution.speculation import costs
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, PromptLookup, Proposer
 from engine.execution.step_state import Parts
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceState
 from engine.settings import PAGE_SIZE
-
-
-def why_not(parts: Parts) -> str | None:
-    return None
 
 
 def _proposers(parts: Parts) -> tuple[Proposer, ...]:

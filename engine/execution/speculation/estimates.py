@@ -15,8 +15,7 @@ from engine.execution.needs import chosen_by_kernels
 from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.control import PRIOR, Candidate, Control
 from engine.execution.speculation.costs import Costs
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, Proposer
+from engine.execution.speculation.proposer import MOST_DRAFTED, Draft, DraftRequest, PromptLookup, Proposer
 from engine.scheduling.sequence_state import PerSequence, SequenceState
 
 _PRIOR_RATE = PRIOR[0] / PRIOR[1]  # that a guess is right, when a draft model is tried again

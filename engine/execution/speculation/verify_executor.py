@@ -15,13 +15,11 @@ from engine.execution.graphs.prefill import DeviceDraft, DraftPrefill
 from engine.execution.graphs.verify import VerifyGraphs
 from engine.execution.pipeline import GROUPS, Lookahead, Pipeline, verify_lookahead
 from engine.execution.router import NO_DRAFTS, Capacity, Drafts, StepOptions, StepRows
+from engine.execution.speculation import verifying
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.estimates import AcceptanceEstimate, DraftEstimate, LookupEstimate, PaidDepths
-from engine.execution.speculation.groups import BEGINNING, STAYS, SeveralPolicy, SinglePolicy, group_of
-from engine.execution.speculation.lookup import PromptLookup
-from engine.execution.speculation.proposer import Proposer
-from engine.execution.speculation.verifying import VerifyingRows, Way
+from engine.execution.speculation.proposer import PromptLookup, Proposer
 from engine.execution.step_state import DecodeWeights, Parts, kernel_switches, making
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights, many_tokens
@@ -102,7 +100,7 @@ class CapturedSpeculation:
             most: Pipeline(device, parts.sequences, parts.max_context, buckets=(most,), sizes=(1,), settles=False)
             for most, device in self._devices.items()
         }
-        self._rows: VerifyingRows | None = None  # until costs are known
+        self._rows: verifying.VerifyingRows | None = None  # until costs are known
         self._drains_few = False
 
     def warmup(self, progress: Progress) -> None:
@@ -122,9 +120,11 @@ class CapturedSpeculation:
         self._drains_few = plain[1] >= _TURN
         for most, seconds in {1: alone[1], **several}.items():
             self.pipelines[most].lookahead = {most: verify_lookahead(seconds)}
-        self._rows = VerifyingRows(self._ways(known, plain, several), self._sequences)
+        self._rows = verifying.VerifyingRows(self._ways(known, plain, several), self._sequences)
 
-    def _ways(self, known: Costs | None, plain: dict[int, float], several: dict[int, float]) -> dict[int, Way]:
+    def _ways(
+        self, known: Costs | None, plain: dict[int, float], several: dict[int, float]
+    ) -> dict[int, verifying.Way]:
         """`plain`: seconds of plain steps by rows. `several`: those of launches by sequences."""
         assert self.costs is not None
         lookup = PromptLookup()
@@ -135,13 +135,13 @@ class CapturedSpeculation:
         estimate: AcceptanceEstimate = LookupEstimate(lookup) if self._guesser is None else DraftEstimate(depths)
         # A draft model sees what is fed in its launches, and nothing of launches without a draft. Rows that drain their
         # plain steps lose none by beginning with them.
-        stays = STAYS if self._guesser is None else 0
-        beginning = 0 if self._drains_few else min(stays, BEGINNING)
-        ways = {1: Way(self.pipelines[1], SinglePolicy(depths, stays, beginning))}
+        stays = verifying.STAYS if self._guesser is None else 0
+        beginning = 0 if self._drains_few else min(stays, verifying.BEGINNING)
+        ways = {1: verifying.Way(self.pipelines[1], verifying.SinglePolicy(depths, stays, beginning))}
         for most, seconds in several.items():
             paid = seconds if known is None else known.seconds(GROUPS[-1])
-            policy = SeveralPolicy(SEVERAL[most], paid, plain_steps.seconds, estimate, turn)
-            ways[most] = Way(self.pipelines[most], policy, SEVERAL[most])
+            policy = verifying.SeveralPolicy(SEVERAL[most], paid, plain_steps.seconds, estimate, turn)
+            ways[most] = verifying.Way(self.pipelines[most], policy, SEVERAL[most])
         return ways
 
     def _measured(self) -> tuple[dict[int, float], dict[int, float]]:
@@ -150,11 +150,11 @@ class CapturedSpeculation:
         device, places = self._devices[1], range(GROUPS[-1])
         if self._guesser is None:  # those of a group cost the same
             groups = {group: device.seconds(group, group - 1) for group in GROUPS}
-            found = {1 + depth: groups[group_of(depth)] for depth in places}
+            found = {1 + depth: groups[verifying.group_of(depth)] for depth in places}
             return found, found
         guessing = {group: device.guessing_seconds(group) for group in GROUPS}
-        found = {1 + depth: device.seconds(group_of(depth), depth) for depth in places}
-        plain = {1 + depth: found[1 + depth] - guessing[group_of(depth)] for depth in places}
+        found = {1 + depth: device.seconds(verifying.group_of(depth), depth) for depth in places}
+        plain = {1 + depth: found[1 + depth] - guessing[verifying.group_of(depth)] for depth in places}
         # Without a draft, a sequence goes on in plain steps.
         return found | {1: max(plain[1], _PLAIN * found[1])}, plain
 

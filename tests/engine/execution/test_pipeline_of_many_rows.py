@@ -59,7 +59,7 @@ class BatchesLife(Life):
             max_tokens_per_row=MOST_BATCH_AHEAD,
         )
         self.decoding = Batches(self.device, limits.max_context)
-        capacity = Capacity(many=self.decoding.pipeline.most_rows)
+        capacity = Capacity(many=BUCKETS[-1])
         runner = SlowRunner(self.device, capacity, {Role.MANY: self.decoding}, self.decoding.sequences)
         super().__init__(seed, runner, limits)
 
@@ -232,7 +232,7 @@ class HandOver(Life):
         self.pipeline = Pipeline(self.few, decoding.sequences, 150)
         self.drained = 0
         capacity, computing = (
-            Capacity(few=1, many=decoding.pipeline.most_rows),
+            Capacity(few=1, many=BUCKETS[-1]),
             {Role.FEW: self, Role.MANY: decoding},
         )
         runner = SlowRunner(self.batches, capacity, computing, decoding.sequences, Executors({Role.FEW: self}))

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from engine.execution.registry import EXECUTORS
-from engine.execution.step_state import GpuKernels, Parts
+from engine.execution.step_state import Parts
 from engine.kernels import build, capture
-from engine.kernels.build import BuildError, CubinCache, KernelLibrary, Source, WantedKernels
+from engine.kernels.build import BuildError, CubinCache, GpuKernels, KernelLibrary, Source, WantedKernels
 from engine.kernels.gpu import GpuShape, gpu_of
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.linear import Placement

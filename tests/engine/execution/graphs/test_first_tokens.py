@@ -7,7 +7,7 @@ import torch
 
 from engine.execution.graphs.first_tokens import result_of
 from engine.execution.pipeline import NO_TOKEN
-from engine.execution.ring import all_entries
+from engine.kernels.ring import all_entries
 
 
 @pytest.mark.parametrize("number", [1, 7, 2**30, 2**31, 2**32 + 5])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.execution.graphs.row_state import RowLayout
 from engine.execution.needs import MOST_STOPS
 from engine.execution.pipeline import RowState
-from engine.execution.ring import RING, entry_of, words
+from engine.kernels.ring import RING, entry_of, words
 from tests.engine.execution.slow_device import request
 from tests.engine.stepped import holding
 

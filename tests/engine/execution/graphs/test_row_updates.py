@@ -257,7 +257,7 @@ class SampledLife(Life):
         limits = Limits(
             max_sequences=most, max_batch_tokens=64, max_context=150, lookahead_tokens=15, max_tokens_per_row=16
         )
-        capacity, few = Capacity(few=1, many=self.batch.most_rows), Few(self)
+        capacity, few = Capacity(few=1, many=BUCKETS[-1]), Few(self)
         computing = {Role.FEW: few, Role.MANY: Many(self)}
         runner = SlowRunner(self.batches, capacity, computing, self.sequences, Executors({Role.FEW: few}))
         super().__init__(seed, runner, limits)

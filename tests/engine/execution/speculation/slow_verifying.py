@@ -24,8 +24,15 @@ from engine.execution.pipeline import (
 from engine.execution.router import AHEAD as STEPS_AHEAD
 from engine.execution.router import ALL_OPTIONS, Capacity, Executors, Role, StepOptions
 from engine.execution.speculation.estimates import PaidDepths
-from engine.execution.speculation.groups import BEGINNING, STAYS, SinglePolicy
-from engine.execution.speculation.verifying import DraftProgress, VerifyingRows, Way, prefix_length
+from engine.execution.speculation.verifying import (
+    BEGINNING,
+    STAYS,
+    DraftProgress,
+    SinglePolicy,
+    VerifyingRows,
+    Way,
+    prefix_length,
+)
 from engine.kernels.reference import verified
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
@@ -345,7 +352,7 @@ class RoundsLife(Life):
             ways[most] = Way(pipeline(self.devices[most], most), self.choosers[most])
         self.rounds = Verifying(ways, {1: self.device, **self.devices}, table)
         plain = Steps(steps, table)
-        capacity = Capacity(verify=self.rounds.most_sequences, few=1, drains_few=waits)
+        capacity = Capacity(verify=tuple(ways), few=1, drains_few=waits)
         executors = Executors({Role.VERIFY: self.rounds, Role.FEW: plain}, self.rounds)
         runner = SlowRunner(steps, capacity, {Role.VERIFY: self.rounds, Role.FEW: plain}, table, executors)
         super().__init__(seed, runner, limits, shared=shared)

@@ -13,7 +13,7 @@ from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.speculation.estimates import PaidDepths
-from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import PromptLookup
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 

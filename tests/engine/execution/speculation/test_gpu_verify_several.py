@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from engine.execution.runner import ModelRunner
 from engine.execution.speculation import verify_executor as executor
-from engine.execution.speculation.groups import SeveralPolicy
 from engine.execution.speculation.verify_executor import SEVERAL, CapturedSpeculation
+from engine.execution.speculation.verifying import SeveralPolicy
 from tests.engine.execution.graphs.test_gpu_decode import save, texts
 from tests.engine.execution.speculation.test_gpu_verify_executor import (
     SAMPLINGS,

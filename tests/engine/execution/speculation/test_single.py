@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.api import GREEDY, Stopping
 from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.estimates import PaidDepths
-from engine.execution.speculation.groups import SinglePolicy
+from engine.execution.speculation.verifying import SinglePolicy
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 

@@ -11,8 +11,8 @@ from engine.api import GREEDY, Stopping
 from engine.execution.pipeline import VerifiedDraft
 from engine.execution.speculation.costs import Costs
 from engine.execution.speculation.estimates import DraftEstimate, LookupEstimate, PaidDepths
-from engine.execution.speculation.groups import SeveralPolicy
-from engine.execution.speculation.lookup import PromptLookup
+from engine.execution.speculation.proposer import PromptLookup
+from engine.execution.speculation.verifying import SeveralPolicy
 from engine.scheduling.plan import Admitted
 from engine.scheduling.sequence_state import SequenceState, begin
 

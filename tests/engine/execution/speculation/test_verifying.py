@@ -12,7 +12,7 @@ from hypothesis import strategies as some
 from engine.api import GREEDY, Stopping
 from engine.errors import EngineFailed
 from engine.execution.pipeline import VERIFY_AHEAD, Pipeline, verify_lookahead
-from engine.execution.speculation.groups import group_of
+from engine.execution.speculation.verifying import group_of
 from engine.scheduling.plan import Admitted, Row, StepPlan
 from engine.scheduling.sequence_state import SequenceTable
 from tests.engine.execution.slow_device import SICK, SlowMemory, answer, request

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from engine.execution import ring
-from engine.execution.ring import IdleWork, RingPoller
+from engine.execution import poller
+from engine.execution.poller import IdleWork, RingPoller
 
 
 def test_other_work_is_done_instead_of_a_nap(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
-    monkeypatch.setattr(ring.time, "sleep", naps.append)
+    monkeypatch.setattr(poller.time, "sleep", naps.append)
     pieces, meanwhile = iter([True, True, False]), IdleWork()
     waiting = RingPoller(nap=0.5, idle_work=meanwhile)
     waiting.wait()

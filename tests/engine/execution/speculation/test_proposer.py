@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from engine.execution.speculation.lookup import LONGEST, MOST_PLACES, SHORTEST, PromptLookup
-from engine.execution.speculation.proposer import Draft, DraftRequest
+from engine.execution.speculation.proposer import LONGEST, MOST_PLACES, SHORTEST, Draft, DraftRequest, PromptLookup
 from engine.fake import plain_request
 from engine.scheduling.rows import admission_of
 from engine.scheduling.sequence_state import SequenceState, begin

@@ -1,16 +1,14 @@
-"""Reads the entries that steps write into a ring in pinned memory, and waits for them."""
+"""Waits for the entries that steps write into a ring."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Final
 
 import torch
 
 from engine.errors import EngineFailed
 
-RING: Final = 64  # entries of a row; more than can be in flight
 _NAP = 20e-6  # seconds between two looks
 _LOOKS = 64  # after so many the stream is asked, which costs more
 
@@ -23,26 +21,6 @@ class IdleWork:
 
     def __call__(self) -> bool:
         return self.piece()
-
-
-def words(ring: torch.Tensor) -> memoryview:
-    """Returns the ring's own memory, not a copy."""
-    held: Any = ring.view(-1).numpy()
-    return memoryview(held).cast("B").cast("q")
-
-
-def entry_of(ring: memoryview, row: int, number: int, size: int = RING) -> int | None:
-    """Returns None while the entry is missing. `size`: entries of a row."""
-    entry = ring[row * size + (number - 1) % size]
-    return entry & 0xFFFFFFFF if entry >> 32 == number else None
-
-
-def all_entries(entries: torch.Tensor, number: int) -> list[int] | None:
-    """Returns flags << 24 | token of each entry, once all have this number."""
-    if not ((entries >> 32) & 0xFFFFFFFF == number & 0xFFFFFFFF).all():
-        return None
-    found: list[int] = (entries & 0xFFFFFFFF).tolist()
-    return found
 
 
 class RingPoller:
