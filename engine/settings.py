@@ -25,6 +25,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Quantization = Literal["auto", "int8"]
 KvDtype = Literal["auto", "fp8"]
+TensorParallel = Literal["auto"] | int
 
 
 def setting(default: object, help: str = "", **bounds: object) -> Any:
@@ -64,6 +65,9 @@ class ModelOptions:
     )
     kv_dtype: KvDtype = setting(
         "auto", "of keys and values in their pages: `fp8` takes half the memory, for a little accuracy; auto: dtype's"
+    )
+    tensor_parallel: TensorParallel = setting(
+        "auto", "processes that each compute a part of every layer, 1 to 64; auto: 1", ge=1, le=64
     )
     seed: int = setting(0, "of dummy weights", ge=0)
     draft_model: str | None = setting(

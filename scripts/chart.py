@@ -60,6 +60,7 @@ RULES: dict[str, Schema] = {
     "model.image.pullPolicy": PULL,
     "replicaCount": COUNT,
     "config": OBJECT,
+    "tensorParallel": {"type": "integer", "minimum": 1, "maximum": 64},
     "semanticMode": {"enum": ["off", "shadow", "on"]},
     "logLevel": {"enum": ["debug", "info", "warning", "error"]},
     "logFormat": {"enum": ["text", "json"]},

@@ -14,7 +14,7 @@ from engine.execution.registry import Executor
 from engine.execution.router import Capacity, Executors, LaunchesAhead, Proposes, Role, Router, StepOptions
 from engine.execution.step_state import Parts
 from engine.kv.page_transfer import PoolPages
-from engine.scheduling.plan import Assignment, RowResult, StepPlan, StepResult
+from engine.scheduling.plan import Assignment, PageAccess, RowResult, StepPlan, StepResult
 
 
 class ModelRunner:
@@ -28,7 +28,8 @@ class ModelRunner:
         self._executors = executors
         self._router = Router(parts.sequences, capacity_of(executors.values()), asked_of(executors))
         self._options = StepOptions()
-        self._pages = PoolPages(parts.pool)
+        self._group = parts.group
+        self._pages: PageAccess = PoolPages(parts.pool) if parts.group is None else parts.group.pages
         self._idle_work = parts.idle_work
 
     @property
@@ -36,7 +37,7 @@ class ModelRunner:
         return self._info
 
     @property
-    def pages(self) -> PoolPages:
+    def pages(self) -> PageAccess:
         return self._pages
 
     def run(self, plan: StepPlan, assignment: Assignment | None = None) -> StepResult:
@@ -68,6 +69,8 @@ class ModelRunner:
         for executor in self._executors.values():
             executor.close()
         self._constraints.close()
+        if self._group is not None:
+            self._group.close()
 
 
 def capacity_of(executors: Iterable[Executor]) -> Capacity:

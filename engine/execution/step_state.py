@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,7 @@ from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
+from engine.scheduling.plan import PageAccess
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import CUDA_BATCH_TOKENS
 
@@ -33,6 +35,17 @@ class DecodeWeights:
     """Keeps the model as decode kernels read it, and why the head is read in one pass, if it is."""
 
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
+
+
+class RankGroup(Protocol):
+    """The other ranks of a split model."""
+
+    @property
+    def pages(self) -> PageAccess:
+        """Access to keys and values of all ranks as bytes."""
+
+    def close(self) -> None:
+        """Ends the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +64,7 @@ class Parts:
     draft: DraftModel | None = None
     gpu: GpuKernels = field(default_factory=GpuKernels)
     idle_work: IdleWork = field(default_factory=IdleWork)
+    group: RankGroup | None = None  # of a split model
 
     @property
     def step_weights(self) -> tuple[StepWeights, str | None]:

@@ -136,7 +136,8 @@ Command = (
 Report = LoadProgress | Ready | LoadRefused | StepEvents | Switched | TurnedBack | Pong | Profiled  # engine → front
 
 
-def _as_path(kind: type, value: Any) -> Path:
+def as_path(kind: type, value: Any) -> Path:
+    """Decodes paths, for msgspec."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise NotImplementedError(kind)
@@ -162,7 +163,7 @@ def packed(events: list[Event], load: EngineLoad | None) -> StepEvents:
 
 
 def command_reader() -> FrameReader[Command]:
-    return FrameReader(msgspec.msgpack.Decoder(Command, dec_hook=_as_path))
+    return FrameReader(msgspec.msgpack.Decoder(Command, dec_hook=as_path))
 
 
 def report_reader() -> FrameReader[Report]:

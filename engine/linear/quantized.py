@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.weights import to_matrix
 from engine.kernels.weights import why_not as why_not_cuda
-from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection, load_dense
+from engine.linear import DenseLinear, Linear, LinearLoader, Placement, Projection
 from engine.linear.canonical import CanonicalLinear
 from engine.linear.cpu import pack_int4, pack_int8, pack_minima
 from engine.linear.cuda import CudaKernels, CudaLinear
@@ -27,13 +27,13 @@ Quantize = Literal["int8"]
 Reader = Callable[[TensorSource, str, int, int], canonical.CheckpointLinear]  # source, prefix, inputs, outputs
 
 
-def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> LinearLoader:
-    """`quantize` rounds plain weights to eight bits, except the head's."""
+def quantized_reader(spec: QuantSpec | None, quantize: Quantize | None) -> Reader | None:
+    """None where all weights are plain. `quantize` rounds plain weights to eight bits, except the head's."""
     if spec is not None and quantize is not None:
         raise ValueError("weights that are quantized already are not quantized again")
     how = Int8Spec() if quantize == "int8" else spec
     if how is None:
-        return load_dense
+        return None
 
     def read(source: TensorSource, prefix: str, inputs: int, outputs: int) -> canonical.CheckpointLinear:
         found = read_linear(source, prefix, how, inputs, outputs)
@@ -41,7 +41,7 @@ def quantized_loader(spec: QuantSpec | None, quantize: Quantize | None) -> Linea
             finite(found.weight.weight, f"{prefix}.weight")
         return found
 
-    return loader_of(read)
+    return read
 
 
 def loader_of(read: Reader) -> LinearLoader:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from engine.linear import LinearLoader, Placement, load_dense
 from engine.linear.huge_pages import lay_in_order
-from engine.linear.quantized import loader_of, quantized_loader
+from engine.linear.quantized import Reader, loader_of, quantized_reader
 from engine.loading.border import checkpoint_errors
 from engine.loading.dummy import DummyLinears, DummyWeights
 from engine.loading.formats import FolderFormat
 from engine.loading.gguf import GgufLinears
+from engine.loading.parts import of_part
 from engine.loading.progress import Progress
 from engine.loading.unpacking import returning
+from engine.model.split import WHOLE, Part, own_config, slices
 from engine.model.weights import Weights, load_weights
 from engine.settings import EngineSettings
 from quant.checkpoint import digest
@@ -24,6 +26,8 @@ from quant.checkpoint.formats import described_by, read_spec
 from quant.checkpoint.gguf.tensors import GgufTensors
 from quant.checkpoint.mapped import MappedTensors
 from quant.checkpoint.opening import open_checkpoint
+from quant.checkpoint.slices import SlicedTensors
+from quant.checkpoint.source import TensorSource
 from quant.checkpoint.spec import GgufSpec
 from quant.checkpoint.tensors import dense_tensors
 
@@ -32,7 +36,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights, the SHA-256 of them and their config, and their form's name."""
+    """Weights, the SHA-256 of them and their config, and their form's name. Of a split model, only the first rank has a
+    digest."""
 
     weights: Weights
     digest: str
@@ -44,6 +49,12 @@ class Loading:
     config: ModelConfig
     form: FolderFormat
     placement: Placement
+    part: Part = WHOLE  # of the model that `config` describes
+
+    @property
+    def own_config(self) -> ModelConfig:
+        """Returns the shape of what is loaded."""
+        return self.config if self.part == WHOLE else own_config(self.config, self.part)
 
 
 def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
@@ -75,9 +86,9 @@ def _check(checkpoint: MappedTensors, config: ModelConfig, form: FolderFormat) -
 def _dummy(seed: int, folder: Path, what: Loading) -> LoadedWeights:
     config, placement, spec = what.config, what.placement, what.form.in_memory
     source = DummyWeights(dense_tensors(config), seed, placement)
-    load_linear = load_dense if spec is None else loader_of(DummyLinears(spec, seed, placement.device))
+    read = None if spec is None else DummyLinears(spec, seed, placement.device)
     with checkpoint_errors(folder):
-        weights = load_weights(config, source, load_linear, placement)
+        weights = _weights(source, what, read)
     seen = digest.of_text("dummy", what.form.name, str(seed), repr(config), str(placement.dtype))
     return LoadedWeights(weights, _identity(seen, what.form), what.form.name)
 
@@ -87,11 +98,12 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
     with checkpoint_errors(folder):
         dtype = what.placement.dtype
         checkpoint = open_checkpoint(folder, lambda done, total: progress("weights", done, total), dtype)
-        fingerprint = digest.WeightsDigest((*checkpoint.files, *described_by(folder)))
+        files = (*checkpoint.files, *described_by(folder)) if what.part.first else ()
+        fingerprint = digest.WeightsDigest(files)
     try:
         with checkpoint_errors(folder, checkpoint):
             _check(checkpoint, config, form)
-            weights = load_weights(config, checkpoint, _loader(checkpoint, form), what.placement)
+            weights = _weights(checkpoint, what, _reader(checkpoint, form))
             checkpoint.close()
             if isinstance(checkpoint, GgufTensors):
                 _log.info("%s: %s", folder.name, checkpoint.costs)
@@ -100,10 +112,23 @@ def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
         fingerprint.close()
 
 
-def _loader(checkpoint: MappedTensors, form: FolderFormat) -> LinearLoader:
+def _weights(source: TensorSource, what: Loading, read: Reader | None) -> Weights:
+    """`read`: reads one linear; None: they are plain."""
+    if what.part == WHOLE:
+        return load_weights(what.config, source, _loader(read), what.placement)
+    own, spec = slices(what.config, what.part), what.form.in_memory
+    read = None if read is None else of_part(read, source, own, spec)
+    return load_weights(what.own_config, SlicedTensors(source, own, spec), _loader(read), what.placement)
+
+
+def _loader(read: Reader | None) -> LinearLoader:
+    return load_dense if read is None else loader_of(read)
+
+
+def _reader(checkpoint: MappedTensors, form: FolderFormat) -> Reader | None:
     if isinstance(checkpoint, GgufTensors) and isinstance(form.spec, GgufSpec):
-        return loader_of(GgufLinears(form.spec, checkpoint.costs))
-    return quantized_loader(form.spec, "int8" if form.int8 else None)
+        return GgufLinears(form.spec, checkpoint.costs)
+    return quantized_reader(form.spec, "int8" if form.int8 else None)
 
 
 def weights_digest(folder: Path, form: FolderFormat) -> str:

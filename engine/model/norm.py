@@ -40,11 +40,11 @@ class WideNorm(RmsNorm):
     def __init__(self, weight: torch.Tensor, eps: float, heads: int) -> None:
         super().__init__(weight, eps)
         self._parts = RmsNorm(weight[:heads].flatten(), eps), RmsNorm(weight[heads:].flatten(), eps)
-        self._heads = heads
+        self.heads = heads
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x float32 [tokens, heads + kv_heads, dim]; the result is new."""
-        halves = x[:, : self._heads], x[:, self._heads :]
+        halves = x[:, : self.heads], x[:, self.heads :]
         found = (norm(half.flatten(1)).view(half.shape) for norm, half in zip(self._parts, halves, strict=True))
         return torch.cat(tuple(found), 1)
 

@@ -15,9 +15,12 @@ from engine.linear import Placement
 from engine.model.attention import StepAttention
 from engine.model.layers.eager import EagerWalk, Tokens
 from engine.model.layers.few_rows_cpu import MOST_ROWS, FewRows, open_few_rows
+from engine.model.layers.parallel import RankExchange, embedded, summed, whole_logits
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights
 from quant.checkpoint.config import ModelConfig
+
+SPLIT = "each process of a split model computes a part of a layer (tensor-parallel), and the walk in C whole ones"
 
 
 def kv_shape(config: ModelConfig) -> KvShape:
@@ -36,9 +39,20 @@ class StepInput:
 
 
 class Transformer:
-    """The walk in C takes a few tokens on a CPU, while `fused`."""
+    """The walk in C takes a few tokens on a CPU, while `fused`.
 
-    def __init__(self, config: ModelConfig, weights: Weights, ropes: RopeTables, placement: Placement) -> None:
+    Of a split model, `config` and `weights` are this rank's, and all ranks call the same methods in the same order.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ropes: RopeTables,
+        placement: Placement,
+        exchange: RankExchange | None = None,
+    ) -> None:
+        """`exchange`: with the other ranks of a split model."""
         self.config = config
         self.weights = weights
         self.ropes = ropes
@@ -47,8 +61,10 @@ class Transformer:
         if config.embedding_scale_rounded:
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
         self.fused = True
-        self._eager = EagerWalk(config, weights.layers, ropes, placement.activations.dtype)
-        few_rows = open_few_rows(config, weights, ropes.full, placement)
+        self._exchange = exchange
+        layers = weights.layers if exchange is None else tuple(summed(one, exchange) for one in weights.layers)
+        self._eager = EagerWalk(config, layers, ropes, placement.activations.dtype)
+        few_rows = SPLIT if exchange is not None else open_few_rows(config, weights, ropes.full, placement)
         self._few_rows = few_rows if isinstance(few_rows, FewRows) else None
         self.why_not_fused = None if isinstance(few_rows, FewRows) else few_rows
 
@@ -59,7 +75,7 @@ class Transformer:
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         """Hidden states [sampled, hidden] before the last norm, float32. Writes keys and values to the cache."""
-        x = functional.embedding(step.token_ids, self.weights.embedding).float()
+        x = self._embedded(step.token_ids)
         if self._embedding_scale != 1.0:
             x.mul_(self._embedding_scale)
         spans = step.attention.spans
@@ -69,9 +85,21 @@ class Transformer:
             self._eager.forward(x, Tokens(step.positions, step.slots, step.attention, cache))
         return x if step.sampled is None else x.index_select(0, step.sampled)
 
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._exchange is None:
+            return functional.embedding(ids, self.weights.embedding).float()
+        return embedded(ids, self.weights.embedding, self.config.vocab_size, self._exchange)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] → [rows, vocab], float32."""
+        """[rows, hidden] → [rows, vocab], float32; of a split model on the first rank, which gives the others its
+        hidden states. There they get what their own part of the head computes."""
         if self.fused and self._few_rows is not None and hidden.shape[0] <= MOST_ROWS:
             return self._few_rows.logits(hidden)
         weights = self.weights
-        return weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
+        if self._exchange is not None:
+            hidden = self._exchange.share(hidden.contiguous())
+        own = weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
+        if self._exchange is None:
+            return own
+        whole = whole_logits(own, self.config.vocab_size, self._exchange)
+        return own if whole is None else whole

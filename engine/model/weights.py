@@ -55,18 +55,20 @@ class Weights:
 
 
 def load_weights(config: ModelConfig, source: TensorSource, load_linear: LinearLoader, placement: Placement) -> Weights:
-    """Reads the checkpoint tensor by tensor, in order, each into its final place."""
-    embedding = placement.matrix(config.vocab_size, config.hidden_size)
+    """Reads the checkpoint tensor by tensor, in order, each into its final place. Of a split model the source has as
+    many tokens of the vocabulary as this rank holds."""
+    vocabulary = source.shape(EMBEDDING)[0]
+    embedding = placement.matrix(vocabulary, config.hidden_size)
     embedding.copy_(finite(source.tensor(EMBEDDING), EMBEDDING))
     layers = tuple(_load_layer(config, index, source, load_linear, placement) for index in range(config.layers))
     norm = RmsNorm(_gains(config, source, FINAL_NORM, placement).mul_(config.logit_scale), config.norm_eps)
     tied = DenseLinear(embedding, products=placement.products)
-    head = tied if config.tied_head else load_linear(source, _head(config), placement)
+    head = tied if config.tied_head else load_linear(source, _head(config, vocabulary), placement)
     return Weights(embedding=embedding, layers=layers, norm=norm, head=head)
 
 
-def _head(config: ModelConfig) -> Projection:
-    return Projection((HEAD,), (config.vocab_size,), config.hidden_size)
+def _head(config: ModelConfig, vocabulary: int) -> Projection:
+    return Projection((HEAD,), (vocabulary,), config.hidden_size)
 
 
 def _load_layer(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from msgspec.structs import replace
@@ -29,7 +31,9 @@ from engine.loading.border import AGAIN
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
+from engine.model.layers.parallel import RankExchange
 from engine.model.rope import rope_tables
+from engine.model.split import WHOLE, Part, why_not_split
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
@@ -44,11 +48,14 @@ from engine.worker.hardware import (
     operations_per_second,
     pick_device,
     pick_dtype,
+    pick_ranks,
     pick_threads,
     pick_walkers,
     with_pages,
 )
+from engine.worker.mirror import Others, Split
 from engine.worker.offers import SWITCHES, proposers_of, unused
+from engine.worker.ranks import Ranks
 from engine.worker.required_kernels import KernelQuery, required_kernels
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import dense_tensors
@@ -63,6 +70,22 @@ class PreparedModel:
     room: Room
     digest: str
     weight_format: str
+    config: ModelConfig  # of the whole model, of which the parts may be one rank's
+    weights_bytes: int  # of all ranks
+
+
+class Membership(Protocol):
+    """A rank's place in the group of a split model."""
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def others(self) -> Others | None:
+        """Returns the other ranks, for the first one."""
+
+    def meet(self, progress: Progress) -> RankExchange:
+        """Waits until all ranks have loaded, and connects them."""
 
 
 def build(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> ModelRunner:
@@ -103,19 +126,60 @@ def _try(runner: ModelRunner, folder: Path) -> None:
         raise InvalidModel(f"{folder}: its weights compute NaN or infinity; {AGAIN}")
 
 
-def prepare(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> PreparedModel:
+def prepare(
+    settings: EngineSettings,
+    progress: Progress,
+    constraints: Constraints | None = None,
+    member: Membership | None = None,
+) -> PreparedModel:
+    """Loads the model, or the part of it that `member` of a group has. Without one, a model that is to be split has its
+    other ranks started here."""
+    if member is not None:
+        return _prepare(settings, progress, constraints, member)
+    ranks = _started(settings)
+    try:
+        return _prepare(settings, progress, constraints, ranks)
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def _started(settings: EngineSettings) -> Ranks | None:
+    """Starts the other ranks of a model that is to be split. Raises InvalidModel or Unsupported before any is."""
+    device = pick_device(settings.device)
+    ranks = pick_ranks(settings.tensor_parallel, device)
+    if ranks == 1:
+        return None
+    config, form = read_folder(Path(settings.model), settings.quantization)
+    require_split(settings.model, config, form.on(device.type), ranks)
+    return Ranks(settings, ranks)
+
+
+def require_split(model: str, config: ModelConfig, form: FolderFormat, ranks: int) -> None:
+    """Raises Unsupported for a model that cannot be split over `ranks` ranks."""
+    if (reason := why_not_split(config, form.in_memory, ranks)) is not None:
+        raise Unsupported(f"tensor-parallel {ranks}: {model} cannot be split: {reason}; use fewer processes")
+
+
+def _prepare(
+    settings: EngineSettings, progress: Progress, constraints: Constraints | None, member: Membership | None
+) -> PreparedModel:
     folder = Path(settings.model)
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
-    draft = read_draft(Path(settings.draft_model), folder, config) if settings.draft_model else None
-    what = _loading(settings, config, form, device, progress)
+    part = WHOLE if member is None else member.part
+    # The first rank alone drafts: what it verifies, all compute.
+    drafts = settings.draft_model if part.first else None
+    draft = read_draft(Path(drafts), folder, config) if drafts else None
+    what = dataclasses.replace(_loading(settings, config, form, device, progress), part=part)
     own = None if draft is None else _loading(settings, draft.config, draft.form, device, progress)
     _check_size(folder, what)
     if draft is not None and own is not None:
         _check_size(draft.folder, own)
     gpu = _kernels(settings, what, own)
     if device.type == "cpu":
-        torch.set_num_threads(pick_threads(settings.threads))
+        torch.set_num_threads(max(1, pick_threads(settings.threads) // part.ranks))
     try:
         with torch.inference_mode():
             if device.type == "cuda":
@@ -124,7 +188,9 @@ def prepare(settings: EngineSettings, progress: Progress, constraints: Constrain
             drafting = None
             if draft is not None and own is not None:
                 drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
-            return _assemble(settings, what, loaded, drafting, constraints or Constraints(settings.model), gpu)
+            split = None if member is None else Split(member.meet(progress), member.others)
+            known = constraints or Constraints(settings.model)
+            return _assemble(settings, what, loaded, drafting, known, gpu, split)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Unsupported(_no_room(folder, device, error)) from error
     except RuntimeError as error:
@@ -171,8 +237,9 @@ def _assemble(
     drafting: Drafting | None,
     constraints: Constraints,
     gpu: GpuKernels,
+    split: Split | None,
 ) -> PreparedModel:
-    config, placement, device, weights = what.config, what.placement, what.placement.device, loaded.weights
+    config, placement, device, weights = what.own_config, what.placement, what.placement.device, loaded.weights
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
@@ -180,13 +247,13 @@ def _assemble(
     dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
     chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes
-    free = free_bytes(device)
-    room = make_room(settings, sequences, config.max_context, shape, placement.activations, free, beside)
-    if room.lacking is not None:
+    room = _room(settings, what, sequences, beside, split)
+    if room.lacking is not None and what.part.first:
         _log.warning("%s", room.lacking)
     if settings.max_sequences is None and device.type == "cuda":
         sequences = with_pages(sequences, room.pages)
-    model = Transformer(config, weights, rope_tables(config, room.max_context, device), placement)
+    ropes = rope_tables(config, room.max_context, device)
+    model = Transformer(config, weights, ropes, placement) if split is None else split.model(what, weights, ropes)
     stored = stored_as(settings.kv_dtype, placement.activations.dtype)
     pool = KvCache(shape, room.pages, placement.activations, device.type == "cpu", stored)
     sampler = Sampler(config.vocab_size, sequences, device, constraints)
@@ -204,8 +271,39 @@ def _assemble(
         chosen=chosen,
         draft=draft,
         gpu=gpu,
+        group=None if split is None else split.group(pool, what.config),
     )
-    return PreparedModel(parts, room, loaded.digest, loaded.weight_format)
+    held = weights.nbytes if split is None else split.total(weights.nbytes)
+    return PreparedModel(parts, room, loaded.digest, loaded.weight_format, what.config, held)
+
+
+def _room(settings: EngineSettings, what: Loading, sequences: int, beside: int, split: Split | None) -> Room:
+    """Returns room for sequences; for a rank of a split model what all ranks have."""
+    config, activations = what.own_config, what.placement.activations
+    free = free_bytes(what.placement.device)
+    if split is None:
+        return room_of_rank(settings, sequences, config, activations, free, beside)
+    room = room_of_rank(settings, sequences, config, activations, split.least(free), beside, what.part.ranks)
+    pages, context = split.least(room.pages), split.least(room.max_context)
+    return dataclasses.replace(room, pages=pages, max_context=context)
+
+
+def room_of_rank(
+    settings: EngineSettings,
+    sequences: int,
+    config: ModelConfig,
+    activations: Placement,
+    free: int,
+    beside: int = 0,
+    ranks: int = 1,
+) -> Room:
+    """Returns room for sequences in an equal share of `free` bytes of memory, and of those that the settings allow.
+    `config`: of one rank. Raises Unsupported."""
+    allowed = settings.kv_bytes
+    if ranks > 1 and allowed is not None:
+        settings = dataclasses.replace(settings, kv_bytes=allowed // ranks)
+    context = config.max_context
+    return make_room(settings, sequences, context, kv_shape(config), activations, free // ranks, beside)
 
 
 def _products_folder() -> Path | None:
@@ -250,7 +348,7 @@ def make_runner(
         max_batch_tokens=parts.max_batch_tokens,
         page_size=PAGE_SIZE,
         total_pages=room.pages,
-        weights_bytes=parts.model.weights.nbytes,
+        weights_bytes=prepared.weights_bytes,
         weights_digest=prepared.digest,
         lookahead_tokens=max(executor.lookahead_tokens for executor in executors.values()),
         max_tokens_per_row=max(executor.max_tokens_per_row for executor in executors.values()),

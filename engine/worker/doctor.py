@@ -20,7 +20,6 @@ from engine.execution.router import Role
 from engine.execution.speculation.verify_executor import NO_DRAFT
 from engine.execution.step_state import Parts
 from engine.kv.kv_cache import KvCache, stored_as
-from engine.kv.sizing import make_room
 from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import FolderFormat, read_folder
@@ -28,10 +27,12 @@ from engine.loading.load import check, weights_digest
 from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
-from engine.model.transformer import Transformer, kv_shape
+from engine.model.split import Part, own_config
+from engine.model.transformer import SPLIT, Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
+from engine.worker.build import require_split, room_of_rank
 from engine.worker.draft import read_draft
 from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
@@ -69,6 +70,18 @@ class ModelReport:
     digest: str | None  # that `model-digest` may demand; None: not asked for
 
 
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """The part of a split model that one of its processes holds."""
+
+    rank: int
+    heads: int  # of queries
+    kv_heads: int
+    channels: int  # of the MLP
+    tokens: int  # of the vocabulary
+    weights_bytes: int  # in memory
+
+
 @dataclass(slots=True)
 class DoctorReport:
     """`problems` keep a server from starting, `warnings` do not."""
@@ -84,6 +97,7 @@ class DoctorReport:
     formats: list[Option] = field(default_factory=list)
     proposers: list[Option] = field(default_factory=list)  # of speculative decoding
     model: ModelReport | None = None
+    ranks: list[RankReport] = field(default_factory=list)  # of a model that is split
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -103,6 +117,7 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
     parser.add_argument("--kv-dtype", default="auto", choices=get_args(KvDtype))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
+    parser.add_argument("--tensor-parallel", default="auto", type=lambda word: word if word == "auto" else int(word))
     parser.add_argument("--draft-model", default="")
     parser.add_argument("--digest", action="store_true")
     given = vars(parser.parse_args(argv))
@@ -128,8 +143,11 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
         parts = None if config is None else _parts(config, form, Placement(dtype, device), settings.kv_dtype)
         draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
+        ranks = hardware.pick_ranks(settings.tensor_parallel, device)
+        if config is not None and ranks > 1:
+            report.ranks = _ranks(settings, config, form, ranks, dtype)
         if parts is not None:
-            report.model = _model(settings, form, parts, draft, digest, report.warnings)
+            report.model = _model(settings, form, parts, draft, digest, report)
             report.optimizations = _switches(parts, report)
         chosen = next((one.name for one in report.decoders if one.chosen), None)
         report.proposers = _proposers(chosen, parts, draft)
@@ -214,7 +232,9 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
-        if report.device == "cpu":
+        if report.ranks:
+            reasons["fused_kernels"] = SPLIT
+        elif report.device == "cpu":
             reasons["fused_kernels"] = why_not_few_rows(
                 parts.model.config, _with_products(parts.model.placement, report)
             )
@@ -264,25 +284,44 @@ def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: 
     return Parts(model, pool, Sampler(config.vocab_size, 1, placement.device), 1, config.max_context)
 
 
+def _ranks(
+    settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int, dtype: torch.dtype
+) -> list[RankReport]:
+    """Returns what each process of a split model holds. Raises Unsupported for one that cannot be split."""
+    require_split(settings.model, config, form, ranks)
+    found = []
+    for part in (Part(rank, ranks) for rank in range(ranks)):
+        tokens = part.vocabulary(config.vocab_size).size
+        own = replace(own_config(config, part), vocab_size=tokens)
+        size = shape_weights(own, form, dtype).nbytes
+        found.append(RankReport(part.rank, own.heads, own.kv_heads, own.intermediate_size, tokens, size))
+    return found
+
+
 def _model(
-    settings: EngineSettings, form: FolderFormat, parts: Parts, draft: Parts | None, digest: bool, warnings: list[str]
+    settings: EngineSettings,
+    form: FolderFormat,
+    parts: Parts,
+    draft: Parts | None,
+    digest: bool,
+    report: DoctorReport,
 ) -> ModelReport:
     """Raises InvalidModel or Unsupported for what would keep it from being served. Adds warnings of shortages."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
-    size = parts.model.weights.nbytes
+    size = sum(one.weights_bytes for one in report.ranks) or parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)
     needed = size + (0 if draft is None else draft.model.weights.nbytes)
     if needed > free:
         raise Unsupported(f"{folder}: the weights take {needed} bytes, {free} are free; use a smaller model or device")
-    shape = kv_shape(config)
+    own = parts.model.config if not report.ranks else own_config(config, Part(0, len(report.ranks)))
     beside = 0 if draft is None else draft.pool.shape.page_bytes(draft.model.placement.activations.dtype)
     sequences = settings.max_sequences or hardware.most_sequences(placement.device)
-    left = free - needed
-    room = make_room(settings, sequences, config.max_context, shape, placement.activations, left, beside)
+    ranks = len(report.ranks) or 1
+    room = room_of_rank(settings, sequences, own, placement.activations, free - needed, beside, ranks)
     if room.lacking is not None:
-        warnings.append(room.lacking)
+        report.warnings.append(room.lacking)
     known = of_model(weights_digest(folder, form), of_texts(folder)) if digest else None
     return ModelReport(
         config.architecture,
@@ -292,7 +331,7 @@ def _model(
         room.max_context,
         config.max_context,
         room.pages,
-        room.nbytes,
+        room.nbytes * ranks,
         known,
     )
 

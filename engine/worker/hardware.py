@@ -11,7 +11,7 @@ import torch
 
 from engine.cores import usable_cores
 from engine.errors import Unsupported
-from engine.settings import CPU_SEQUENCES, CUDA_BATCH_TOKENS, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype
+from engine.settings import CPU_SEQUENCES, CUDA_BATCH_TOKENS, CUDA_SEQUENCES, PAGE_SIZE, Device, Dtype, TensorParallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPUINFO: Final = Path("/proc/cpuinfo")
@@ -76,6 +76,17 @@ def pick_dtype(
             return torch.float16
         return own
     return torch.bfloat16 if own != torch.float32 and cpu.bf16 else torch.float32
+
+
+def pick_ranks(wanted: TensorParallel, device: torch.device) -> int:
+    """Returns over how many processes a model is split; auto: one. Raises Unsupported."""
+    ranks = 1 if wanted == "auto" else wanted
+    if ranks > 1 and device.type == "cuda":
+        raise Unsupported(
+            f"tensor-parallel {ranks}: is for CPUs so far, since no captured step of a GPU is launched on several;"
+            " use 1, or a replica per GPU"
+        )
+    return ranks
 
 
 def pick_threads(wanted: int | None) -> int:

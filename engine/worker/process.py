@@ -7,13 +7,10 @@ load, 1 where something failed, after which the front starts another.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import gc
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -43,15 +40,14 @@ from engine.worker.device_memory import DeviceMemory
 from engine.worker.driver import begin_context
 from engine.worker.loop import Loop
 from engine.worker.marking import Marking
+from engine.worker.parent import bound_to_parent
 from engine.worker.recording import StepRecorder
 from engine.worker.switches import WorkerSwitches, unused
 from quant.checkpoint.digest import of_texts
 from quant.checkpoint.errors import BadFile
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 _PROGRESS_INTERVAL = 0.05  # seconds
-_OOM_SCORE = 300  # above the front's
 
 
 def main() -> int:
@@ -62,9 +58,7 @@ def main() -> int:
     arguments.add_argument("--parent", type=int, help="the front's process; this one ends where that has gone by now")
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     given = arguments.parse_args()
-    _die_with_parent()
-    _die_before_parent()
-    if given.parent is not None and os.getppid() != given.parent:
+    if not bound_to_parent(given.parent):
         return 0
     link = EngineLink(socket.socket(fileno=given.fd))
     try:
@@ -194,23 +188,6 @@ class _ProgressReports:
             return
         self._stage, self._at = stage, now
         self._link.send(LoadProgress(stage, done, total))
-
-
-def _die_with_parent() -> None:
-    """Makes the kernel kill this process with the front, so that no orphan holds the device. The front handles a
-    terminal's ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _die_before_parent() -> None:
-    """Makes the kernel prefer this process to the front where memory runs out, since it can be replaced, and a text
-    process, which has 500, to this one."""
-    with contextlib.suppress(OSError, ValueError):
-        own = Path("/proc/self/oom_score_adj")
-        own.write_text(str(min(1000, int(own.read_text()) + _OOM_SCORE)))
 
 
 if __name__ == "__main__":

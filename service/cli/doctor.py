@@ -58,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=get_args(KvDtype), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
+    parser.add_argument(
+        "--tensor-parallel", default=str(model.tensor_parallel), type=_ranks, metavar="N", help=_AS_SERVE
+    )
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as for `whippet serve`")
     parser.add_argument("--draft-model", metavar="FOLDER", help="report whether it can draft for that of --model")
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
@@ -72,6 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="report also what is not in use, and more of the machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def _ranks(word: str) -> str:
+    if word != "auto" and not (word.isdecimal() and 1 <= int(word) <= 64):
+        raise argparse.ArgumentTypeError("write auto, or a number from 1 to 64")
+    return word
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
@@ -116,6 +125,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
+    arguments += ["--tensor-parallel", flags.tensor_parallel]
     if flags.digest:
         arguments.append("--digest")
     if flags.model is not None:

@@ -61,6 +61,8 @@ def _engine(engine: dict[str, Any], everything: bool) -> Iterator[tuple[str, str
         yield "gpu", f"{gpu['name']}, capability {gpu['capability']}, {room}"
     if engine["device"]:
         yield "device", engine["device"]
+    for rank in engine.get("ranks", ()):
+        yield "rank", _rank(rank)
     for title in ("dtypes", "formats", "decoders", "proposers", "optimizations"):
         name = "switch" if title == "optimizations" else title.removesuffix("s")
         for option in engine.get(title, ()):
@@ -68,9 +70,16 @@ def _engine(engine: dict[str, Any], everything: bool) -> Iterator[tuple[str, str
                 yield name, f"{option['name']}: {_standing(option)}"
 
 
+def _rank(rank: dict[str, Any]) -> str:
+    heads = f"{rank['heads']} heads, {rank['kv_heads']} of keys and values"
+    held = f"{rank['channels']:,} channels, {rank['tokens']:,} tokens of the vocabulary"
+    return f"{rank['rank']}: {heads}, {held}, {_size(rank['weights_bytes'])} of weights"
+
+
 def _matters(option: dict[str, Any], title: str, engine: dict[str, Any]) -> bool:
-    lost = engine["gpus"] and title in ("decoders", "optimizations") and option["reason"]
-    return bool(option["chosen"] or lost)
+    lost = engine["gpus"] and title in ("decoders", "optimizations")
+    lost = lost or (engine.get("ranks") and title == "optimizations" and option["name"] == "fused_kernels")
+    return bool(option["chosen"] or (lost and option["reason"]))
 
 
 def _standing(option: dict[str, Any]) -> str:

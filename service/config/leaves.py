@@ -31,8 +31,10 @@ class Leaf:
 
     @property
     def values(self) -> str:
-        """Permitted values for `--help`: `{auto,cpu,cuda}`, or a word for the type."""
+        """Permitted values for `--help`: `{auto,cpu,cuda}`, or a word for the type, or both."""
         kind = _plain(self.type)
+        if (beside := _beside(self.type)) is not None:
+            return f"{{{','.join(map(str, get_args(kind)))},{_WORDS[beside]}}}"
         if get_origin(kind) is Literal:
             return "{" + ",".join(map(str, get_args(kind))) + "}"
         if issubclass(kind, enum.Enum):
@@ -53,6 +55,14 @@ def leaves(tree: type, parents: Path = ()) -> Iterator[Leaf]:
         else:
             default = None if one.default is MISSING else one.default
             yield Leaf(path, kind, default, str(one.metadata.get("description", "")))
+
+
+def _beside(kind: Any) -> type | None:
+    """Returns the type of values that may stand in place of words: of `Literal["auto"] | int` int."""
+    if get_origin(kind) not in (Union, types.UnionType):
+        return None
+    found = [one for one in get_args(kind) if one is not type(None)]
+    return found[1] if len(found) > 1 and get_origin(found[0]) is Literal else None
 
 
 def _plain(kind: Any) -> Any:

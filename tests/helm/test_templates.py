@@ -96,6 +96,10 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a setting of the chart's": (("config.listen=x",), "config.listen: the chart sets it itself"),
     "a setting of the chart's within": (("config.drain.delay=3",), "config.drain.delay: the chart sets it itself"),
     "a switch among the settings": (("config.optimizations.graphs=false",), "config.optimizations: the chart sets it"),
+    "a model split over GPUs": (
+        ("tensorParallel=2", "gpu.count=1"),
+        "tensorParallel: a model is split over CPUs alone",
+    ),
     "one server that may not go": (("pdb.enabled=true", "strategy.type=Recreate"), "pdb.enabled: one server"),
 }
 
@@ -194,6 +198,10 @@ def test_the_server_takes_the_settings(name: str, render: Render, tmp_path: Path
     settings = load(settings_of(render(*COMBINATIONS[name]), tmp_path))
     assert settings.listen == "0.0.0.0:50051"
     assert settings.drain.timeout == 103
+
+
+def test_a_model_is_split_over_processes(render: Render, tmp_path: Path) -> None:
+    assert load(settings_of(render("tensorParallel=2"), tmp_path)).tensor_parallel == 2
 
 
 def test_each_switch_is_a_value(render: Render, tmp_path: Path) -> None:

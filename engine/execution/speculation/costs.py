@@ -65,9 +65,11 @@ def measure(
     return Costs(known)
 
 
-def clock_of(device: torch.device) -> Clock:
-    """Prefers the clock of a thread that does all the work: other load does not disturb it."""
-    return time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+def clock_of(device: torch.device, alone: bool = True) -> Clock:
+    """Prefers the clock of a thread that does all the work: other load does not disturb it. `alone`: no other process
+    has a part of it."""
+    alone = alone and device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
 
 
 def _timed(step: Callable[[int, int], None], size: int, before: int, clock: Clock) -> float:

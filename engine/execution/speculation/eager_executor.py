@@ -53,7 +53,7 @@ class Speculation:
 
     def measured(self) -> Costs:
         """Overwrites the first pages, which no sequence may hold."""
-        clock = costs.clock_of(self._parts.model.placement.device)
+        clock = costs.clock_of(self._parts.model.placement.device, alone=self._parts.group is None)
         most = min(self._parts.pool.pages * PAGE_SIZE, self._parts.max_context)
         with torch.inference_mode():
             for proposer in self._proposers:

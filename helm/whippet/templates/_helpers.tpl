@@ -157,6 +157,7 @@ true
       "drain" (dict "delay" .Values.drain.delaySeconds "timeout" (include "whippet.drainTimeout" . | int)) -}}
 {{- if include "whippet.insecure" . }}{{ $_ := set $ours "insecure" true }}{{ end -}}
 {{- with .Values.model.name }}{{ $_ := set $ours "model-name" . }}{{ end -}}
+{{- if gt (.Values.tensorParallel | int) 1 }}{{ $_ := set $ours "tensor-parallel" (.Values.tensorParallel | int) }}{{ end -}}
 {{- with .Values.model.digest }}{{ $_ := set $ours "model-digest" . }}{{ end -}}
 {{- if .Values.tls.existingSecret -}}
 {{- $tls := dict "cert" "/etc/whippet/tls/tls.crt" "key" "/etc/whippet/tls/tls.key" -}}

@@ -16,7 +16,7 @@ from engine.linear.cpu import Int4Cpu, Int8Cpu
 from engine.linear.cuda import CudaLinear
 from engine.linear.joined import JoinedLinear
 from engine.linear.products import LEVELS, CpuProducts, NoProducts, build_ahead, open_products
-from engine.linear.quantized import place_weight, quantized_loader
+from engine.linear.quantized import place_weight, quantized_reader
 from engine.worker.hardware import cpu_features
 from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows, Weight
 from quant.checkpoint.spec import Int8Spec
@@ -230,4 +230,4 @@ def test_bytes_of_four_bits(group: int, native: Placement) -> None:
 
 def test_quantized_weights_are_not_quantized_again() -> None:
     with pytest.raises(ValueError, match="already"):
-        quantized_loader(Int8Spec(), "int8")
+        quantized_reader(Int8Spec(), "int8")

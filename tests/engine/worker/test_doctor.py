@@ -209,3 +209,18 @@ def test_it_prints_one_object_and_its_verdict(capsys: pytest.CaptureFixture[str]
     assert json.loads(capsys.readouterr().out)["problems"] == []
     assert doctor.main(["--model", str(tmp_path)]) == 1
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 1
+
+
+def test_a_split_model_is_reported_rank_by_rank() -> None:
+    """The parts of all ranks are the model, and what no rank has is named."""
+    whole, split = doctor.examine(settings()), doctor.examine(settings(tensor_parallel=2))
+    assert [one.rank for one in split.ranks] == [0, 1]
+    assert not whole.ranks
+    assert whole.model is not None
+    assert split.model is not None
+    assert sum(one.tokens for one in split.ranks) == 8192
+    assert sum(one.weights_bytes for one in split.ranks) >= whole.model.weights_bytes
+    fused = next(one for one in split.optimizations if one.name == "fused_kernels")
+    assert "tensor-parallel" in str(fused.reason)
+    refused = doctor.examine(settings(tensor_parallel=3))
+    assert "cannot be divided among 3" in refused.problems[0]

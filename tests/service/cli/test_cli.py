@@ -211,6 +211,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "decoder": "auto",
             "quantization": "auto",
             "kv_dtype": "auto",
+            "tensor_parallel": "auto",
             "cache_dir": None,
             "prebuilt_dir": None,
             "digest": False,
@@ -367,5 +368,23 @@ def test_the_doctor_takes_the_settings_of_a_server() -> None:
         for name, value in vars(doctor._parser().parse_args([])).items()
         if name not in ("json", "digest", "all")
     }
-    assert len(given) == 14
+    assert len(given) == 15
     assert given == {name: known[name] for name in given}
+
+
+def test_the_doctor_takes_no_other_number_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("0", "65", "two"):
+        with pytest.raises(SystemExit):
+            doctor.run(["--tensor-parallel", wrong])
+        assert "write auto, or a number from 1 to 64" in capsys.readouterr().err
+
+
+@pytest.mark.product
+def test_the_doctor_shows_what_each_rank_holds(engine: Engine) -> None:
+    rank = '{"rank": 1, "heads": 2, "kv_heads": 1, "channels": 384, "tokens": 4096, "weights_bytes": 1048576}'
+    switch = '{"name": "fused_kernels", "chosen": false, "reason": "it is split"}'
+    fields = f'"torch": "2", "cuda": null, "threads": 1, "gpus": [], "device": "cpu", "optimizations": [{switch}]'
+    engine(f"""printf '{{"problems": [], {fields}, "ranks": [{rank}]}}'""")
+    text = render(doctor.examine(flags()))
+    assert "1: 2 heads, 1 of keys and values, 384 channels, 4,096 tokens of the vocabulary, 1.0 MiB of weights" in text
+    assert "fused_kernels: not in use, it is split" in text

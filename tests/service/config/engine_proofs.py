@@ -45,6 +45,7 @@ def built(settings: EngineSettings) -> tuple[ModelInfo, int, tuple[tuple[str, bo
     try:
         with patch.object(ModelRunner, "set_optimization") as switched:
             runner = build(settings, lambda *progress: None)
+        runner.close()
         return runner.info, torch.get_num_threads(), tuple(tuple(call.args) for call in switched.call_args_list)
     finally:
         torch.set_num_threads(threads)
@@ -226,6 +227,7 @@ PROOFS = {
     "load-format": Proof("dummy", model("weights_digest"), base=MODEL),
     "kv-dtype": Proof("fp8", model("kv_dtype"), becomes("float32", "float8_e4m3fn"), MODEL),
     "quantization": Proof("int8", model("weight_format"), base=MODEL),
+    "tensor-parallel": Proof("2", model("unused"), base=MODEL),
     "seed": Proof("7", model("weights_digest"), base=(*MODEL, "--load-format=dummy")),
     "draft-model": Proof(f"{MODELS}/demo-draft", model("draft_model"), becomes("", "demo-draft"), MODEL),
     "scheduler.max-sequences": Proof("3", model("max_sequences"), becomes(64, 3), MODEL),

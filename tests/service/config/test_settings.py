@@ -164,6 +164,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "max_context": "--scheduler.max-context=99",
         "kv_bytes": "--scheduler.kv-bytes=99999999",
         "threads": "--scheduler.threads=3",
+        "tensor_parallel": "--tensor-parallel=2",
         "seed": "--seed=9",
         "draft_model": "--draft-model=y",
         "batching": "--optimizations.batching=off",

@@ -1,0 +1,105 @@
+"""The process of a rank other than the first: `python -m engine.worker.rank --fd N`.
+
+It loads its part of the model, and then does as the first rank says on the socket N, until that closes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from engine.errors import InvalidModel, Unsupported
+from engine.execution.step_state import Parts
+from engine.ipc.frames import as_path
+from engine.loading.progress import Progress
+from engine.log_lines import use_json
+from engine.model.layers.parallel import RankExchange
+from engine.model.split import Part
+from engine.worker.build import prepare
+from engine.worker.group import Gloo, Join, Meet, Order, PingRank, PongRank, RankLink, RankLoaded, RankRefused
+from engine.worker.mirror import Obedience
+from engine.worker.parent import bound_to_parent
+from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.errors import BadFile
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Returns 0 where the first rank has gone, 2 where the rank refused to load, 1 where something failed."""
+    parser = argparse.ArgumentParser(prog="engine.worker.rank")
+    parser.add_argument("--fd", type=int, required=True, help="the socket to the first rank")
+    parser.add_argument("--parent", type=int, required=True, help="the first rank's process")
+    given = parser.parse_args()
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s rank %(levelname)s %(message)s")
+    if not bound_to_parent(given.parent):
+        return 0
+    link = RankLink(socket.socket(fileno=given.fd), Order, as_path)
+    try:
+        return _serve(link)
+    except (EOFError, ConnectionError):
+        return 0
+    except Exception:
+        _log.exception("the process of a rank broke")
+    return 1
+
+
+def _serve(link: RankLink) -> int:
+    join = link.receive()
+    assert isinstance(join, Join)
+    settings = join.settings
+    logging.getLogger().setLevel(settings.log_level.upper())
+    if settings.log_format == "json":
+        use_json("rank")
+    member = Member(link, Part(join.rank, join.ranks), settings.hang_timeout)
+    try:
+        prepared = prepare(settings, lambda stage, done, total: None, member=member)
+    except (InvalidModel, Unsupported, BadFile) as error:
+        link.send(RankRefused("unsupported" if isinstance(error, Unsupported) else "invalid_model", str(error)))
+        return 2
+    member.obey(prepared.parts, prepared.config)
+    return 0
+
+
+class Member:
+    """A rank's view of its group."""
+
+    def __init__(self, link: RankLink, part: Part, timeout: float) -> None:
+        self.part = part
+        self.others = None  # for this rank to lead
+        self._link = link
+        self._timeout = timeout
+        self._exchange: RankExchange | None = None
+
+    def meet(self, progress: Progress) -> RankExchange:
+        """Reports that this rank has loaded, and connects to the others once all have."""
+        self._link.send(RankLoaded())
+        meet = self._link.receive()
+        assert isinstance(meet, Meet)
+        exchange = self._exchange = Gloo(self.part, Path(meet.folder), self._timeout)
+        exchange.sum(torch.zeros(1))
+        return exchange
+
+    def obey(self, parts: Parts, config: ModelConfig) -> None:
+        """Obeys orders until the first rank has gone: then raises EOFError."""
+        assert self._exchange is not None
+        obedience = Obedience(parts.model, parts.pool, config, self._exchange)
+        with torch.inference_mode():
+            while True:
+                order = self._link.receive()
+                if isinstance(order, PingRank):
+                    self._link.send(PongRank())
+                else:
+                    obedience.obey(order)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,132 @@
+"""A server whose model is split over processes: they live and die as one, and callers see an engine like any other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream
+
+pytestmark = pytest.mark.product
+
+Serve = Callable[..., contextlib.AbstractContextManager[Server]]
+SPLIT = (
+    *("--engine=model", f"--model={ROOT / 'models' / 'demo-draft'}", "--device=cpu", "--scheduler.threads=1"),
+    *("--tensor-parallel=2", "--scheduler.kv-bytes=16777216", "--optimizations.speculation=off"),
+)
+HANG = 10.0  # seconds
+GREEDY = pb.SamplingOptions(temperature=0)
+IDS = pb.OutputOptions(token_ids=True)
+STREAMS = 3
+
+
+def rank_pids(server: Server) -> list[int]:
+    """Returns the processes of the ranks beside the first."""
+    found = []
+    for engine in server.engine_pids():
+        for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split():
+            if b"engine.worker.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
+
+
+def running(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def served(server: Server) -> list[int]:
+    """Asks until the engine serves, and returns its ids; meanwhile it says when to come again."""
+    end = time.monotonic() + 2 * PATIENCE
+    while True:
+        try:
+            return list(
+                server.generation.Generate(
+                    ask("import os", 12, output=IDS, sampling=GREEDY), timeout=PATIENCE
+                ).token_ids
+            )
+        except grpc.RpcError as error:
+            refusal = Refusal.of(error)
+            assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNAVAILABLE")
+            assert refusal.retry_ms > 0
+            assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+class Streams:
+    """Streams that have begun, each read by a thread to its end."""
+
+    def __init__(self, server: Server) -> None:
+        self.ends: list[tuple[grpc.StatusCode, bool]] = []
+        self._begun = threading.Semaphore(0)
+        self._threads = [threading.Thread(target=self._read, args=(server, at)) for at in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self._begun.acquire(timeout=PATIENCE)
+
+    def _read(self, server: Server, number: int) -> None:
+        call = server.generation.GenerateStream(ask_stream(f"def f{number}(", 900, stopping={"ignore_eos": True}))
+        begun = False
+        with contextlib.suppress(grpc.RpcError):
+            for message in call:
+                assert not message.HasField("finish")
+                if message.text and not begun:
+                    begun = True
+                    self._begun.release()
+        self.ends.append((call.code(), "grpc-retry-pushback-ms" in dict(call.trailing_metadata() or ())))
+
+    def join(self) -> list[tuple[grpc.StatusCode, bool]]:
+        for thread in self._threads:
+            thread.join(2 * PATIENCE)
+        return self.ends
+
+
+def test_a_rank_that_dies_or_hangs_ends_its_group_and_another_one_serves(serve: Serve) -> None:
+    with serve(*SPLIT, f"--engine.hang-timeout={HANG}") as server:
+        expected = served(server)
+        assert len(expected) == 12
+        for sent in (signal.SIGKILL, signal.SIGSTOP):
+            engine, ranks = server.engine_pid(), rank_pids(server)
+            assert len(ranks) == 1
+            streams = Streams(server)
+            os.kill(ranks[0], sent)
+            assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
+            wait_for(lambda engine=engine, ranks=ranks: not any(map(running, (engine, *ranks))))  # type: ignore[misc]
+            assert served(server) == expected
+        engine, ranks = server.engine_pid(), rank_pids(server)
+        assert server.stop() == 0
+        wait_for(lambda: not any(map(running, (engine, *ranks))))
+
+
+def test_a_front_that_dies_leaves_no_rank_behind(serve: Serve) -> None:
+    with serve(*SPLIT) as server:
+        held = (*server.engine_pids(), *rank_pids(server))
+        assert len(held) == 2
+        server.process.kill()
+        server.process.wait(PATIENCE)
+        wait_for(lambda: not any(map(running, held)))
+
+
+def test_a_model_that_cannot_be_split_is_refused(serve: Serve) -> None:
+    with pytest.raises(AssertionError, match="cannot be divided among 3"), serve(*SPLIT, "--tensor-parallel=3"):
+        pass
