@@ -525,10 +525,9 @@ class Grammar(Protocol):
 class MaskedPipeline(Pipeline):
     """Splits steps in which some row has a constraint into two launches: the layers, and the choice of tokens.
 
-    The choice needs masks, which the host makes once it knows the tokens before; the layers do not. So the next step's
-    layers are launched before this step's tokens are read: the device waits for no mask that comes before they end.
-    Where rows change, an unread choice is made again, since choices depend on seed and position alone.
-    """
+    The choice needs masks, which the host makes once it knows the tokens before. So the next step's layers are launched
+    before this step's tokens are read: the device waits for no mask that comes before they end. Where rows change, an
+    unread choice is made again: choices depend on seed and position alone."""
 
     def __init__(self, device: RowDevice, sequences: SequenceTable, max_context: int, grammar: Grammar) -> None:
         super().__init__(device, sequences, max_context)

@@ -57,10 +57,6 @@ class ExecutorEntry:
     ask: Callable[[Parts], None] | None = None  # for the kernels that it will have, of shapes alone
 
 
-def _always(parts: Parts) -> None:
-    return None
-
-
 EXECUTORS: tuple[ExecutorEntry, ...] = (
     # The first asks for no kernel that `graph_decode` does not.
     ExecutorEntry(Role.MASKED, "graph", decode.why_not, decode.Constrained, optional=True),
@@ -68,8 +64,8 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
     ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, GraphPrefill, ask=lambda one: GraphPrefill(one).ask()),
     ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),
-    ExecutorEntry(Role.DRAFTED, "eager", _always, eager_executor.Speculation, optional=True),
-    ExecutorEntry(Role.EAGER, "eager", _always, eager.Eager),
+    ExecutorEntry(Role.DRAFTED, "eager", lambda parts: None, eager_executor.Speculation, optional=True),
+    ExecutorEntry(Role.EAGER, "eager", lambda parts: None, eager.Eager),
 )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Protocol
 
 import torch
 
@@ -15,13 +14,13 @@ from engine.execution.poller import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.build import BuildError, GpuKernels, Kernels, why_no_gpu
 from engine.kv.kv_cache import KvCache
+from engine.kv.page_transfer import RankGroup
 from engine.linear.chosen import ChosenProducts
 from engine.linear.plain_copies import PlainCopies
 from engine.model.layers import few_rows_weights
 from engine.model.layers.few_rows import StepWeights
 from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
-from engine.scheduling.plan import PageAccess
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import CUDA_BATCH_TOKENS
 
@@ -35,17 +34,6 @@ class DecodeWeights:
     """Keeps the model as decode kernels read it, and why the head is read in one pass, if it is."""
 
     made: tuple[StepWeights, str | None] | None = None  # by the first executor that wants it
-
-
-class RankGroup(Protocol):
-    """The other ranks of a split model."""
-
-    @property
-    def pages(self) -> PageAccess:
-        """Access to keys and values of all ranks as bytes."""
-
-    def close(self) -> None:
-        """Ends the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import Protocol
 
 import torch
 
 from cache.api import BlockLayout
 from engine.kv.kv_cache import KvCache
+from engine.scheduling.plan import PageAccess
 from engine.settings import PAGE_SIZE
 
 
@@ -52,3 +54,14 @@ class PoolPages:
 
     def _host(self, data: memoryview, pages: int) -> torch.Tensor:
         return torch.frombuffer(data, dtype=self._placement.dtype).view(pages, *self._page)
+
+
+class RankGroup(Protocol):
+    """The other ranks of a split model."""
+
+    @property
+    def pages(self) -> PageAccess:
+        """Access to keys and values of all ranks as bytes."""
+
+    def close(self) -> None:
+        """Ends the other ranks."""

@@ -14,9 +14,8 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.execution.step_state import RankGroup
 from engine.kv.kv_cache import KvCache
-from engine.kv.page_transfer import PoolPages
+from engine.kv.page_transfer import PoolPages, RankGroup
 from engine.linear import Placement
 from engine.loading.load import Loading
 from engine.model.attention import RowSpan, StepAttention

@@ -231,10 +231,8 @@ class CapturedSteps(RowSteps):
 
 
 class MaskedSteps(RowSteps):
-    """Launches halves of steps: the layers, or, given masks, the choice of tokens.
-
-    Buckets are made and graphs captured when they are first wanted, in some ten milliseconds each: most servers are
-    never asked for a constraint."""
+    """Launches halves of steps: the layers, or, given masks, the choice of tokens. Graphs are captured when they are
+    first wanted, in some ten milliseconds: most servers are never asked for a constraint."""
 
     masked = True
 

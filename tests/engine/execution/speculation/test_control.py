@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.execution.speculation.test_proposer import state
 
 from engine.execution.speculation.control import Candidate, Control
 from engine.execution.speculation.costs import SIZES, Costs, measure
 from engine.execution.speculation.proposer import PromptLookup
+from tests.engine.execution.speculation.test_proposer import state
 
 FREE = Costs({1: 1.0, 512: 1.0})
 LINEAR = Costs({1: 1.0, 2: 2.0, 4: 4.0})
