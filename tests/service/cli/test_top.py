@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
@@ -220,9 +221,9 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(monkeypatch: pytest.Mon
     waits = threading.Event()
     wait = select.select
 
-    def announced(*arguments: object) -> object:
+    def announced(*arguments: Any) -> Any:
         waits.set()
-        return wait(*arguments)  # type: ignore[call-overload]
+        return wait(*arguments)
 
     def interrupt() -> None:
         waits.wait()
