@@ -222,17 +222,20 @@ def soaking(results: Results) -> str:
 
 
 def flakes(results: Results) -> str:
-    """Returns a row for each call of `scripts.flakes`."""
+    """Returns a row for each tier, number of hogs and commit."""
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for call in results["flakes-cpu"]:
+        groups.setdefault((call["tier"], call["hogs"], call["revision"]), []).extend(call["runs"])
     rows = [
         [
-            f"`make {call['tier']}`",
-            whole(call["hogs"]),
-            call["revision"],
-            f"{call['green']} of {len(call['runs'])}",
-            fixed(statistics.median(run["seconds"] for run in call["runs"]), 0),
-            ", ".join(sorted({f"`{name.rpartition('::')[2]}`" for run in call["runs"] for name in run["failures"]})),
+            f"`make {tier}`",
+            whole(hogs),
+            commit,
+            f"{sum(run['exit_code'] == 0 and not run['failures'] for run in runs)} of {len(runs)}",
+            fixed(statistics.median(run["seconds"] for run in runs), 0),
+            ", ".join(sorted({f"`{name.rpartition('::')[2]}`" for run in runs for name in run["failures"]})),
         ]
-        for call in results["flakes-cpu"]
+        for (tier, hogs, commit), runs in groups.items()
     ]
     return table(["", "hogs", "commit", "green", "seconds, median", "failed at least once"], rows)
 

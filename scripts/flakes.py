@@ -112,13 +112,13 @@ def run(tier: str, seed: int, log: Path) -> TierRun:
     return TierRun(seed, round(seconds, 1), code, counts, failures)
 
 
-def record(tier: str, busy: int, runs: list[TierRun]) -> dict[str, Any]:
-    """Builds the record that `--output` keeps of one call of this script."""
+def record(tier: str, busy: int, commit: str, runs: list[TierRun]) -> dict[str, Any]:
+    """Builds the record that `--output` keeps of one call of this script, all of whose runs are of `commit`."""
     return {
         "tier": tier,
         "hogs": busy,
         "date": datetime.now(UTC).date().isoformat(),
-        "revision": revision(),
+        "revision": commit,
         "device": device(),
         "python": sys.version.split()[0],
         "green": sum(one.green for one in runs),
@@ -151,6 +151,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a JSON file that the record is added to")
     options = parser.parse_args()
     runs: list[TierRun] = []
+    commit = revision()  # before the runs: the tree may change after them
     with hogs(options.hogs):
         for seed in range(options.first, options.first + options.runs):
             runs.append(run(options.tier, seed, options.logs / f"flakes-{options.tier}-{seed}.log"))
@@ -159,7 +160,7 @@ def main() -> int:
             for name, message in last.failures.items():
                 print(f"    {name}: {message}", flush=True)
     if options.output:
-        append(options.output, record(options.tier, options.hogs, runs))
+        append(options.output, record(options.tier, options.hogs, commit, runs))
     print(f"{sum(one.green for one in runs)} of {len(runs)} runs of `make {options.tier}` were green")
     for name, seeds in flaky(runs).items():
         print(f"  {name}: failed in {len(seeds)} runs, seeds {seeds}")

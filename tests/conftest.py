@@ -18,12 +18,19 @@ import pytest
 
 from bench.redis_server import RedisServer, free_port, write_keys
 from tests.properties import load_profile
-from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_ignore_collect, pytest_runtest_protocol
+from tests.tiers import (
+    pytest_addoption,
+    pytest_collection,
+    pytest_collection_modifyitems,
+    pytest_ignore_collect,
+    pytest_runtest_protocol,
+)
 from tests.virtual_time import pytest_asyncio_loop_factories
 
 __all__ = [
     "pytest_addoption",
     "pytest_asyncio_loop_factories",
+    "pytest_collection",
     "pytest_collection_modifyitems",
     "pytest_ignore_collect",
     "pytest_runtest_protocol",

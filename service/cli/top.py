@@ -6,6 +6,8 @@ import argparse
 import os
 import select
 import shutil
+import signal
+import socket
 import sys
 import termios
 import time
@@ -159,22 +161,37 @@ def _screen() -> Iterator[Callable[[float], bool]]:
     before = None if keys is None else termios.tcgetattr(keys)
 
     def ended(seconds: float) -> bool:
-        if keys is None:
-            time.sleep(seconds)
-            return False
         end = time.monotonic() + seconds
-        while select.select([keys], [], [], max(0.0, end - time.monotonic()))[0]:
-            if os.read(keys, 1) in (b"q", b"Q", b""):
+        watched = [signals] if keys is None else [signals, keys]
+        while ready := select.select(watched, [], [], max(0.0, end - time.monotonic()))[0]:
+            if signals in ready:
+                os.read(signals, 64)
+            if keys in ready and os.read(keys, 1) in (b"q", b"Q", b""):
                 return True
         return False
 
     sys.stdout.write(_ENTER)
-    try:
-        if keys is not None:
-            tty.setcbreak(keys)
-        yield ended
-    finally:
-        if keys is not None and before is not None:
-            termios.tcsetattr(keys, termios.TCSADRAIN, before)
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
+    with _signals() as signals:
+        try:
+            if keys is not None:
+                tty.setcbreak(keys)
+            yield ended
+        finally:
+            if keys is not None and before is not None:
+                termios.tcsetattr(keys, termios.TCSADRAIN, before)
+            sys.stdout.write(_LEAVE)
+            sys.stdout.flush()
+
+
+@contextmanager
+def _signals() -> Iterator[int]:
+    """Yields a descriptor that is readable once a signal has come. `select` alone misses one that comes just before it
+    waits, or that another thread gets."""
+    ours, handlers = socket.socketpair()
+    with ours, handlers:
+        handlers.setblocking(False)
+        before = signal.set_wakeup_fd(handlers.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours.fileno()
+        finally:
+            signal.set_wakeup_fd(before)

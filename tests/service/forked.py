@@ -7,6 +7,7 @@ not show is that a fresh interpreter can start one; tests/service/test_main.py a
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -105,6 +106,8 @@ def main(fd: int) -> int:
     import service.serving  # noqa: F401 - before there are forks, not in each
     from service.main import serve
 
+    gc.collect()
+    gc.freeze()  # or the collection at a server's start would copy all of these pages into each fork
     line = socket.socket(fileno=fd)
     requests = line.makefile("r")
     while text := requests.readline():

@@ -154,7 +154,10 @@ class HttpCall(ConsoleCredentials):
             raise grpc.aio.InternalError("the client has gone")
         self._begin({})
         writer.write(_line(reply))
-        await writer.drain()
+        try:
+            await writer.drain()
+        except OSError:  # it has gone meanwhile
+            raise grpc.aio.InternalError("the client has gone") from None
 
     def _begin(self, headers: Mapping[str, str]) -> None:
         if not self._begun:
@@ -199,7 +202,7 @@ async def _handle(body: Body, call: HttpCall) -> None:
             await call.write(answer)
     except grpc.aio.AbortError as aborted:
         asyncio.get_running_loop().call_soon(forget_frames, aborted)
-    except (grpc.aio.InternalError, ConnectionError):  # the client has gone
+    except grpc.aio.InternalError:  # the client has gone
         call.exchange.writer.transport.abort()
     except Exception as error:
         _log.error("a handler raised %s", type(error).__name__)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from bench.redis_server import free_port
+from service.cli import top as top_command
 from service.cli.top_frame import Look, frame, quantile
 from service.pb.whippet.v1 import admin_pb2
 from tests.service.asked import greedy
@@ -202,7 +206,7 @@ def test_on_a_terminal_a_server_may_go_and_come_back(serve: Serve) -> None:
 
 def test_a_terminal_is_given_back(server: Server) -> None:
     for keys in (b"q", b"\x03"):
-        with terminal(server.admin_address, "--interval", "30") as screen:
+        with terminal(server.admin_address, "--interval", "3600") as screen:
             screen.until(r"front +\d+%")
             if keys == b"q":
                 screen.type(keys)
@@ -211,6 +215,24 @@ def test_a_terminal_is_given_back(server: Server) -> None:
             assert screen.process.wait(PATIENCE) == 0
             assert screen.rest().endswith("\x1b[?25h\x1b[?1049l")
             assert "Traceback" not in screen.said
+
+
+def test_a_signal_that_another_thread_gets_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = threading.Event()
+    wait = select.select
+
+    def announced(*arguments: Any) -> Any:
+        waits.set()
+        return wait(*arguments)
+
+    def interrupt() -> None:
+        waits.wait()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    monkeypatch.setattr(select, "select", announced)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with top_command._screen() as ended, pytest.raises(KeyboardInterrupt):
+        ended(3600)
 
 
 def test_without_a_terminal_frames_follow_each_other(server: Server) -> None:

@@ -292,6 +292,31 @@ async def test_a_client_that_goes_away_cancels_the_method_and_frees_its_place() 
         assert not port._streams
 
 
+@pytest.mark.parametrize("error", [ConnectionResetError, BrokenPipeError, TimeoutError])
+async def test_a_client_that_goes_away_during_a_write_is_no_failure_of_the_method(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[BaseException] = []
+
+    async def gone(_: asyncio.StreamWriter) -> None:
+        raise error
+
+    async def speak(_: object, context: Context) -> None:
+        await context.read()
+        monkeypatch.setattr(asyncio.StreamWriter, "drain", gone)
+        try:
+            await context.write(generation_pb2.GenerateStreamResponse(text="a").SerializeToString())
+        except BaseException as caught:
+            raised.append(caught)
+            raise
+        finally:
+            monkeypatch.undo()
+
+    async with console(speak) as port:
+        await exchange(port, post("/api/generate", b"{}", OURS))
+    assert [type(one) for one in raised] == [grpc.aio.InternalError]  # as gRPC's own calls raise
+
+
 async def test_streams_leave_places_for_scrapes_and_are_not_cut_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scrape, "_MAX_STREAMS", 2)
     monkeypatch.setattr(scrape, "_MAX_CONNECTIONS", 4)
