@@ -162,8 +162,8 @@ def _screen() -> Iterator[Callable[[float], bool]]:
 
     def ended(seconds: float) -> bool:
         end = time.monotonic() + seconds
-        watched = [signals] if keys is None else [signals, keys]
-        while ready := select.select(watched, [], [], max(0.0, end - time.monotonic()))[0]:
+        polling = [signals] if keys is None else [signals, keys]
+        while ready := select.select(polling, [], [], max(0.0, end - time.monotonic()))[0]:
             if signals in ready:
                 os.read(signals, 64)
             if keys in ready and os.read(keys, 1) in (b"q", b"Q", b""):
