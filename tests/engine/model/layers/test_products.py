@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from engine.errors import Unsupported
-from engine.execution.graphs import prefill as stage
-from engine.execution.step_state import Unfit
 from engine.kernels.build import WantedKernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch
@@ -21,7 +19,7 @@ from engine.linear import DenseLinear
 from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
 from engine.linear.plain_copies import PlainCopies
-from engine.model.layers import products
+from engine.model.layers import many_tokens, products
 from engine.model.layers.products import Products
 from engine.model.norm import RmsNorm
 from engine.model.weights import Layer
@@ -52,8 +50,7 @@ def prepared(folder: Path) -> tuple[EngineSettings, PreparedModel]:
 
 def test_a_cpu_has_none(tmp_path: Path) -> None:
     _, found = prepared(tmp_path)
-    with pytest.raises(Unfit, match="CUDA"):
-        stage.make(found.parts)
+    assert "CUDA" in (many_tokens.why_not(found.parts) or "")
 
 
 def test_a_switch_that_no_decoder_has_is_refused(tmp_path: Path) -> None:
