@@ -39,7 +39,7 @@ def constrained(asked: list[GenerationRequest]) -> list[GenerationRequest]:
     return [structs.replace(one, constraint=None if at % 2 else Constraint("")) for at, one in enumerate(asked)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_its_ids_are_those_of_one_process(ranks: int, folder: Path) -> None:
     """With prompts in chunks, rows that lose their pages, drafts and constraints."""
     chosen = settings(folder, **GIVEN)

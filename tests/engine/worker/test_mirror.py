@@ -17,6 +17,7 @@ from tests.quant.gguf_files import write_model
 
 pytestmark = pytest.mark.product
 
+_FURTHER = ("Q4_1", "Q8_0", "Q6_K")  # blocks that take as long, and are cut by the same code
 CLOSE = 2e-3  # of log-probabilities: sums in another order, behind weights of few bits
 
 
@@ -82,7 +83,7 @@ def test_heads_of_keys_are_held_by_several_ranks(ranks: int, tmp_path: Path, dri
     compare(tmp_path / "plain", ranks, drive, request_of, 51, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", *(pytest.param(kind, marks=pytest.mark.proof) for kind in _FURTHER)])
 def test_a_gguf_file_is_split(kind: str, tmp_path: Path, drive: Drive, request_of: Request) -> None:
     path = tmp_path / "m.gguf"
     write_model(path, "llama", kind)

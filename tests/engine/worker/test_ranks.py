@@ -32,7 +32,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kept", ["plain", "awq"])
+@pytest.mark.parametrize("kept", ["plain", pytest.param("awq", marks=pytest.mark.proof)])
 def test_two_processes_have_the_ids_of_one(kept: str, tmp_path: Path, drive: Drive, request_of: Request) -> None:
     make(tmp_path, "qwen3", vocab_size=101)
     requests = asked(request_of, 101)

@@ -20,7 +20,7 @@ from tests.service.test_main_ranks import SPLIT, rank_pids, running, served, wai
 
 __all__ = ["serve", "template"]
 Serve = Callable[..., AbstractContextManager[Server]]
-KILLS = int(os.environ.get("RANK_KILLS", "25"))
+KILLS = int(os.environ.get("RANK_KILLS", "6"))
 CALLERS = 4
 
 
