@@ -37,49 +37,21 @@ class SequenceStates:
     stops: torch.Tensor  # [sequences, 8]
 
 
-@dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where state, pages and tokens of `sequences` sequences lie in one array of words. Plain rows have state alone."""
 
-    sequences: int
-    laid: int = 1  # rows that are laid out for each, of whatever group the next launch is
-    most_tokens: int = 0  # of a sequence
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.laid
-
-    @property
-    def _drawing(self) -> tuple[int, ...]:
-        """Returns the rows that draw of each sequence: in its own step, and in those of a draft model."""
-        return (self.laid, *DRAFT_ROWS) if self.laid > 1 else (1,)
-
-    @property
-    def _kinds(self) -> tuple[int, ...]:
-        """Returns where the rows of each kind of step begin among all that draw, and where they end."""
-        return tuple(accumulate((self.sequences * each for each in self._drawing), initial=0))
-
-    @property
-    def _stands(self) -> int:
-        """Returns the words before those of sequences: three for each row that draws."""
-        return 3 * self._kinds[-1]
-
-    @property
-    def block(self) -> int:
-        """Returns the words of the block, behind which pages lie."""
-        return _even(self._stands + (_FIELDS + MOST_STOPS) * self.sequences)
-
-    @property
-    def most_pages(self) -> int:
-        return _even(-(-self.most_tokens // PAGE_SIZE))
-
-    @property
-    def tokens(self) -> int:
-        return self.block + self.sequences * self.most_pages
-
-    @property
-    def size(self) -> int:
-        return self.tokens + self.sequences * self.most_tokens
+    def __init__(self, sequences: int, laid: int = 1, most_tokens: int = 0) -> None:
+        """`laid`: rows that are laid out for each, of whatever group the next launch is. `most_tokens`: of each."""
+        self.sequences, self.laid, self.most_tokens = sequences, laid, most_tokens
+        self.rows = sequences * laid
+        # Rows of a sequence that draw in its own step, and in those of a draft model; and where each kind begins.
+        self._drawing = (laid, *DRAFT_ROWS) if laid > 1 else (1,)
+        self._kinds = tuple(accumulate((sequences * each for each in self._drawing), initial=0))
+        self._stands = 3 * self._kinds[-1]  # words before those of sequences: three for each row that draws
+        self.block = _even(self._stands + (_FIELDS + MOST_STOPS) * sequences)  # words, behind which pages lie
+        self.most_pages = _even(-(-most_tokens // PAGE_SIZE))
+        self.tokens = self.block + sequences * self.most_pages
+        self.size = self.tokens + sequences * most_tokens
 
     def state(self, words: torch.Tensor) -> SequenceStates:
         kinds, first, each = self._kinds, self._stands, self.sequences
