@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from engine.kernels.capture import device_seconds
 from engine.kernels.keeping import keep
 from engine.linear import DenseLinear
 from engine.linear.cublas import Cublas, CublasError, CublasProduct, PreparedProduct
@@ -109,13 +110,13 @@ class ChosenProducts:
 
         def rough(algorithm: bytes) -> float:
             multiply(algorithm, weights[:1])  # for what the library sets up
-            return _milliseconds(partial(multiply, algorithm, weights[:_FEW_LAYERS]))
+            return 1e3 * device_seconds(partial(multiply, algorithm, weights[:_FEW_LAYERS]))
 
         few = sorted((rough(one), one) for one in tried if cublas.fits(prepared, one))[:_FINALISTS]
         last: list[bytes | None] = [None, *(one for _, one in few)]
         graphs = [_captured(partial(multiply, one, weights)) for one in last]
         # The rounds alternate, since the clock of a GPU that gets warm falls.
-        rounds = [[_milliseconds(graph.replay) for graph in graphs] for _ in range(_ROUNDS)]
+        rounds = [[1e3 * device_seconds(graph.replay) for graph in graphs] for _ in range(_ROUNDS)]
         times = [min(each) for each in zip(*rounds, strict=True)]
         best = min(range(len(last)), key=lambda at: times[at])
         _log.info("%s: %.3f of the library's time, of %d algorithms", product, times[best] / times[0], len(tried))
@@ -149,16 +150,6 @@ def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph.capture_end()
     graph.replay()
     return graph
-
-
-def _milliseconds(enqueue: Callable[[], None]) -> float:
-    made: type[torch.cuda.Event] = torch.cuda.Event
-    began, ended = made(enable_timing=True), made(enable_timing=True)
-    began.record()
-    enqueue()
-    ended.record()
-    ended.synchronize()
-    return float(began.elapsed_time(ended))
 
 
 def _library(device: torch.device | None) -> Cublas | None:
