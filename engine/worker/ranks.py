@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +72,7 @@ class Ranks:
         """Waits until the others have loaded, and connects all. Raises InvalidModel, Unsupported or EngineFailed."""
         for at, one in enumerate(self._others):
             progress("ranks", at, len(self._others))
-            one.wait_loaded(lambda at=at: progress("ranks", at, len(self._others)))  # type: ignore[misc]
+            one.wait_loaded(partial(progress, "ranks", at, len(self._others)))
         folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
         try:
             self.send(Meet(str(folder)))

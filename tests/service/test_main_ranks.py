@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -45,6 +46,10 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def ended(*pids: int) -> bool:
+    return not any(map(running, pids))
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -111,7 +116,7 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_and_another_one_serves(serve: 
             streams = Streams(server)
             os.kill(ranks[0], sent)
             assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
-            wait_for(lambda engine=engine, ranks=ranks: not any(map(running, (engine, *ranks))))  # type: ignore[misc]
+            wait_for(partial(ended, engine, *ranks))
             assert served(server) == expected
         engine, ranks = server.engine_pid(), rank_pids(server)
         assert server.stop() == 0

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -16,7 +17,7 @@ import grpc
 import pytest
 
 from tests.service.conftest import PATIENCE, Refusal, Server, ask, serve, template
-from tests.service.test_main_ranks import SPLIT, rank_pids, running, served, wait_for
+from tests.service.test_main_ranks import SPLIT, ended, rank_pids, running, served, wait_for
 
 __all__ = ["serve", "template"]
 Serve = Callable[..., AbstractContextManager[Server]]
@@ -70,7 +71,7 @@ def test_ranks_that_are_killed_at_random_moments(serve: Serve) -> None:
             met |= {rank, *engines}
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
-            wait_for(lambda rank=rank, engines=engines: not any(map(running, (rank, *engines))))  # type: ignore[misc]
+            wait_for(partial(ended, rank, *engines))
         callers.end()
         assert not callers.wrong
         assert callers.answers
