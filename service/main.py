@@ -1,4 +1,5 @@
-"""Runs a server from its flags to its exit code. The engine process is started first, and imports meanwhile."""
+"""Runs a server from its flags to its exit code. The engine process is started first, so that it imports while
+this one reads its settings."""
 
 from __future__ import annotations
 

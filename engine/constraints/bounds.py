@@ -44,7 +44,7 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class OutOfBounds(ValueError):
-    """Its text, meant for the caller, names the bound and the place."""
+    """Tells the caller which bound a constraint exceeds, and where."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ MOST_FORCED: Final = 256  # forced tokens that are appended at once
 
 @dataclass(slots=True, eq=False)
 class _Grammar:
-    """Its sequences' matchers are copies that share the memory they grow to, counted once in `bytes`."""
+    """Shares a matcher's memory among the matchers of all its sequences, which are copies. `bytes` counts it once."""
 
     matcher: LLMatcher
     bytes: int = 0

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class BuildError(Exception):
-    """Its text names the source and has the compiler's message."""
+    """Reports a kernel that cannot be built: names the source, and gives the compiler's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class WantedKernels:
 
 
 class KernelLibrary:
-    """Loads on demand, by one thread; other threads compile meanwhile."""
+    """Loads kernels when they are first wanted, in one thread, while other threads compile more."""
 
     def __init__(self, arch: str, cache: CubinCache, gpu: GpuShape) -> None:
         self.arch = arch

@@ -117,7 +117,7 @@ class PrefixIndex:
             self._use(sequence, found)
 
     def catch_up(self, sequence: Sequence) -> None:
-        """Replaces its own empty pages by those that others computed meanwhile."""
+        """Replaces empty pages of the sequence by equal ones that other sequences have computed since."""
         if not self._open(sequence) or sequence.computed != len(sequence.prefix.pages) * PAGE_SIZE:
             return
         found = self._known_from(sequence, len(sequence.prefix.pages))
@@ -225,7 +225,7 @@ class PrefixIndex:
         return self._enabled and not sequence.request.bypass_prefix and sequence.prefix.term == self._term
 
     def _reads(self, sequence: Sequence) -> bool:
-        """Whether it may begin with pages of others: a scored prompt has to compute every position."""
+        """Returns whether the sequence may reuse pages of others. A scored prompt must compute every position."""
         request = sequence.request
         return self._enabled and not request.bypass_prefix and request.prompt_logprobs is None
 

@@ -23,7 +23,7 @@ TABLE = 4  # where the table of chunks begins, in words
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Its tokens begin at position `start` of the sequence, and at `first` in the pass."""
+    """Holds tokens that begin at position `start` of the sequence, and at `first` in the pass."""
 
     row: Row
     sequence: SequenceState

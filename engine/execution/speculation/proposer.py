@@ -1,5 +1,5 @@
-"""Who guesses what follows a sequence: `Proposer`, and prompt lookup, which repeats what followed the last few tokens
-when they stood in the prompt or the answer before."""
+"""Guesses the tokens that follow a sequence. Prompt lookup repeats what followed the last few tokens where they
+occurred before, in the prompt or the answer."""
 
 from __future__ import annotations
 
