@@ -1,5 +1,4 @@
-"""Runs a server from its flags to its exit code. The engine process is started first, so that it imports while
-this one reads its settings."""
+"""Runs a server from its flags to its exit code. The engine process is started first, so that both import at once."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def distributed(pool: KvCache, pages: Items[int], kv_heads: int, exchange: RankE
     pool.write_pages(torch.tensor(pages, device=pool.placement.device), own)
 
 
-class Obedience:
-    """Obeys the orders of the first rank, on another one."""
+class Follower:
+    """Executes the orders of the first rank on another one."""
 
     def __init__(self, model: Transformer, pool: KvCache, config: ModelConfig, exchange: RankExchange) -> None:
         """`config`: of the whole model."""

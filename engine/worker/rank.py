@@ -23,7 +23,7 @@ from engine.model.layers.parallel import RankExchange
 from engine.model.split import Part
 from engine.worker.build import prepare
 from engine.worker.group import Gloo, Join, Meet, Order, PingRank, PongRank, RankLink, RankLoaded, RankRefused
-from engine.worker.mirror import Obedience
+from engine.worker.mirror import Follower
 from engine.worker.parent import bound_to_parent
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
@@ -89,14 +89,14 @@ class Member:
     def obey(self, parts: Parts, config: ModelConfig) -> None:
         """Obeys orders until the first rank has gone: then raises EOFError."""
         assert self._exchange is not None
-        obedience = Obedience(parts.model, parts.pool, config, self._exchange)
+        follower = Follower(parts.model, parts.pool, config, self._exchange)
         with torch.inference_mode():
             while True:
                 order = self._link.receive()
                 if isinstance(order, PingRank):
                     self._link.send(PongRank())
                 else:
-                    obedience.obey(order)
+                    follower.obey(order)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from engine.model.split import Part
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
 from engine.worker.group import Order
-from engine.worker.mirror import Obedience
+from engine.worker.mirror import Follower
 from tests.engine.quantized import nothing, settings
 
 
@@ -91,10 +91,10 @@ class Threads:
         try:
             prepared = prepare(chosen, nothing, member=_Other(part, self._meeting))
             exchange = ThreadExchange(part, self._meeting)
-            obedience = Obedience(prepared.parts.model, prepared.parts.pool, prepared.config, exchange)
+            follower = Follower(prepared.parts.model, prepared.parts.pool, prepared.config, exchange)
             with torch.inference_mode():
                 while (order := self._orders[part.rank - 1].get()) is not None:
-                    obedience.obey(order)
+                    follower.obey(order)
         except BaseException as error:
             self.failures.append(error)
             self._meeting.barrier.abort()

@@ -9,10 +9,13 @@ import pytest
 from engine.execution.graphs import chains
 from engine.execution.graphs.chains import Chain, distinct
 from engine.execution.graphs.decode import CapturedSteps
+from engine.execution.pipeline import BUCKETS
+from engine.execution.router import FEW
 from engine.kernels import two_pass
 from engine.kernels.build import Kernel, WantedKernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch, Shape, Unlaunched
+from engine.model.layers.few_rows import MOST_ROWS
 from tests.engine.kernels.conftest import small_model
 
 
@@ -52,3 +55,7 @@ def test_steps_of_every_bucket_and_reach() -> None:
         assert all(a is b for a, b in zip(one.launches[:10], few[False, False][0].launches[:10], strict=True))
     assert [one.longest for one in few[False, True]] == [512, 1024, 2048, 4096]
     assert [one.longest for one in many[False, True]] == [512, 1024, 2048, 4096]
+
+
+def test_few_rows_are_as_many_for_the_router_the_pipeline_and_the_walk() -> None:
+    assert FEW == BUCKETS[-1] == MOST_ROWS
