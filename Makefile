@@ -75,6 +75,7 @@ proto: $(VENV)/.test ## Make service/pb anew from protos/
 docs: $(VENV)/.test ## Write figures, reference pages and indexes of docs/ from results, code and tables
 	$(BIN)/python -m scripts.figures
 	$(BIN)/python -m scripts.references
+	$(BIN)/python -m scripts.reference_models
 
 chart: $(VENV)/.test ## Make the chart's schema and table of values anew from helm/whippet/values.yaml
 	$(BIN)/python scripts/chart.py
