@@ -18,7 +18,7 @@ JOBS    ?= 4
 ARGS    ?=
 # Folders of models, whose config.json suffices, and architectures of GPUs that kernels are compiled for ahead.
 KERNELS_FOR  ?= $(wildcard bench/models/*)
-KERNELS_ARCH ?= sm_80,sm_86,sm_89,sm_90,sm_100
+KERNELS_ARCH ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check

@@ -93,7 +93,8 @@ def _unpacked(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, placemen
     shape = torch.empty(weight.shape, dtype=placement.dtype, device="meta")
     if why_not_cuda(Dense(shape)) is not None:
         return CanonicalLinear(weight, bias)
-    return DenseLinear(weight.dequantize(placement.dtype), None if bias is None else bias.to(placement.dtype))
+    plain = shape if placement.device.type == "meta" else weight.dequantize(placement.dtype)
+    return DenseLinear(plain, None if bias is None else bias.to(placement.dtype))
 
 
 def _on_cpu(

@@ -103,7 +103,7 @@ def _why_no_room(weights: StepWeights, free: int) -> str | None:
 
 
 def _with_coarse_copy(weights: StepWeights, gpu: GpuShape) -> tuple[StepWeights, str | None]:
-    plan = ChainPlan(gpu.multiprocessors)
+    plan = ChainPlan.of(gpu)
     coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
     shared = plan.two_passes(weights.head, coarse).shared_bytes(MOST_ROWS) + STATIC
     if shared > gpu.shared:

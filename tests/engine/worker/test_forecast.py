@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine.execution.registry import EXECUTORS
-from engine.kernels.gpu import gpu_of
+from engine.kernels.build import BuildError, WantedKernels
+from engine.kernels.gpu import SHARED, gpu_of
+from engine.kernels.targets import OF_WARPGROUPS
 from engine.loading.formats import FolderFormat
 from engine.settings import EngineSettings
 from engine.worker.forecast import forecast
@@ -55,3 +59,25 @@ def test_reasons_name_the_shape() -> None:
     assert [one.reason for one in found.objections] == ["the model is float16, the kernels compute in bfloat16"]
     found = forecast(FEW, query(head_dim=96)).choice
     assert (found.decoder, [one.decoder for one in found.missing]) == ("graph", ["batched"])
+
+
+@pytest.mark.parametrize("form", [PLAIN, FolderFormat(AwqSpec("gemm", 128)), FolderFormat(None, int8=True)], ids=str)
+@pytest.mark.parametrize("capability", SHARED)
+def test_blocks_fit_every_gpu_from_8_0_to_12_0(capability: tuple[int, int], form: FolderFormat) -> None:
+    """Long contexts and large matrices ask for most shared memory."""
+    gpu = gpu_of(capability, 72, SHARED[capability])
+    raw = json.loads((MODELS / "mistral-7b" / "config.json").read_text())
+    for changes in ({}, {"head_dim": 256, "num_attention_heads": 12, "num_key_value_heads": 4}):
+        config = parse_config({**raw, **changes}, "config.json")
+        found = forecast(replace(FEW, max_context=8192), KernelQuery(config, form, gpu))
+        assert (found.choice.decoder, found.choice.objections, found.choice.missing) == ("graph", (), ())
+        offered = {name for name, _ in found.kernels}
+        assert bool(offered.intersection(OF_WARPGROUPS)) == gpu.warpgroups
+
+
+def test_a_block_that_asks_for_too_much_is_refused_by_name() -> None:
+    gpu = gpu_of((8, 9), 58, SHARED[8, 9])
+    with pytest.raises(BuildError, match="kernel head needs 102400 bytes of shared memory, a block may have 101376"):
+        WantedKernels(gpu).kernel("head", "head", {}, 100 << 10)
+    with pytest.raises(BuildError, match="kernel gemm: products of warpgroups need"):
+        WantedKernels(gpu).kernel("gemm_wide", "gemm", {})
