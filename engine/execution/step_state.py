@@ -81,6 +81,8 @@ def kernel_switches(why_one_pass: str | None) -> Mapping[str, str | None]:
 
 
 def why_no_kernels(parts: Parts) -> str | None:
-    """Returns why kernels of our own cannot run here. A model that is shapes alone needs no GPU."""
+    """Returns why kernels of our own cannot run here. A model that is shapes alone needs no GPU and no compiler."""
+    if parts.model.placement.device.type == "meta":
+        return None
     installed = find_spec("cuda") is not None and find_spec("cuda.core") is not None
     return why_no_gpu(parts.model.placement.device) or (None if installed else "cuda.core is not installed")

@@ -34,10 +34,13 @@ from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtyp
 from engine.worker import hardware
 from engine.worker.build import require_split, room_of_rank
 from engine.worker.draft import read_draft
+from engine.worker.gpu_plan import GpuPlan, make_plan
+from engine.worker.known_gpus import known_gpu
 from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
+from quant.checkpoint.errors import CheckpointError
 from quant.checkpoint.formats import DENSE, FORMATS
 from quant.checkpoint.tensors import dense_tensors
 
@@ -98,18 +101,20 @@ class DoctorReport:
     proposers: list[Option] = field(default_factory=list)  # of speculative decoding
     model: ModelReport | None = None
     ranks: list[RankReport] = field(default_factory=list)  # of a model that is split
+    plan: GpuPlan | None = None  # for a GPU that is not here
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints one JSON object. 1 where there are problems."""
-    report = examine(*_asked(sys.argv[1:] if argv is None else argv))
+    settings, digest, gpu = _asked(sys.argv[1:] if argv is None else argv)
+    report = examine(settings, digest) if gpu is None else examine_gpu(settings, gpu)
     sys.stdout.write(json.dumps(asdict(report)) + "\n")
     return 1 if report.problems else 0
 
 
-def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
+def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool, str | None]:
     parser = argparse.ArgumentParser(prog="python -m engine.worker.doctor", allow_abbrev=False)
     parser.add_argument("--model", default="")
     parser.add_argument("--device", default="auto", choices=get_args(Device))
@@ -120,9 +125,10 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool]:
     parser.add_argument("--tensor-parallel", default="auto", type=lambda word: word if word == "auto" else int(word))
     parser.add_argument("--draft-model", default="")
     parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--gpu")
     given = vars(parser.parse_args(argv))
-    digest = given.pop("digest")
-    return EngineSettings(**given), digest
+    digest, gpu = given.pop("digest"), given.pop("gpu")
+    return EngineSettings(**given), digest, gpu
 
 
 def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
@@ -159,6 +165,49 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
     except RuntimeError as error:  # of a driver
         report.problems.append(" ".join(str(error).split())[:300])
     return report
+
+
+def examine_gpu(settings: EngineSettings, name: str) -> DoctorReport:
+    """Reports on serving `settings.model` on a GPU that is not here. Its config suffices; no other file is read."""
+    report = DoctorReport(torch=torch.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
+    try:
+        gpu = known_gpu(name)
+        config, form = read_folder(Path(settings.model), settings.quantization)
+        form = form.on("cuda")
+        found = make_plan(settings, config, form, gpu)
+    except EngineError as error:
+        report.problems.append(str(error))
+        return report
+    except CheckpointError as error:  # shapes that the format cannot have
+        report.problems.append(f"{settings.model}: {error}")
+        return report
+    choice, room = found.choice, found.room
+    report.plan, report.device = found.plan, "cuda"
+    report.dtypes = [Option(str(found.dtype).removeprefix("torch."), True, None)]
+    report.formats = [Option(form.name, True, None)]
+    report.decoders = [Option(one.decoder, False, one.reason) for one in choice.objections]
+    report.decoders.append(Option(choice.decoder, True, None))
+    if choice.decoder == "graph":
+        report.optimizations = [Option("two_pass_head", found.why_one_pass is None, found.why_one_pass)]
+    report.warnings = [f"{one.decoder} is missing: {one.reason}" for one in choice.missing]
+    if room.lacking is not None:
+        report.warnings.append(room.lacking)
+    report.model = ModelReport(
+        config.architecture,
+        form.name,
+        _parameters(config),
+        found.weights_bytes,
+        room.max_context,
+        config.max_context,
+        room.pages,
+        room.nbytes,
+        None,
+    )
+    return report
+
+
+def _parameters(config: ModelConfig) -> int:
+    return sum(_count(shape) for shape in dense_tensors(config).values())
 
 
 def _gpu(index: int) -> Gpu:
@@ -309,7 +358,6 @@ def _model(
     """Raises InvalidModel or Unsupported for what would keep it from being served. Adds warnings of shortages."""
     folder, config, placement = Path(settings.model), parts.model.config, parts.model.placement
     check(folder, config, form)
-    parameters = sum(_count(shape) for shape in dense_tensors(config).values())
     size = sum(one.weights_bytes for one in report.ranks) or parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)
     needed = size + (0 if draft is None else draft.model.weights.nbytes)
@@ -326,7 +374,7 @@ def _model(
     return ModelReport(
         config.architecture,
         form.name,
-        parameters,
+        _parameters(config),
         size,
         room.max_context,
         config.max_context,

@@ -38,7 +38,9 @@ def run(argv: Sequence[str]) -> int:
             return complain(refused, USAGE)
     if flags.draft_model is not None and flags.model is None:
         return complain("--draft-model guesses for a model: name that by --model", USAGE)
-    report = examine(flags)
+    if flags.gpu is not None and (unfit := _no_plan(flags)):
+        return complain(unfit, USAGE)
+    report = examine(flags) if flags.gpu is None else plan(flags)
     text = json.dumps(report, indent=2) if flags.json else render(report, flags.all)
     sys.stdout.write(text + "\n")
     return 1 if report["problems"] else 0
@@ -63,6 +65,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as for `whippet serve`")
     parser.add_argument("--draft-model", metavar="FOLDER", help="report whether it can draft for that of --model")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="report how a GPU that is not here would serve the model, whose config.json suffices: l4, rtx-4090,"
+        " a100-40, h100, sm_86 and others",
+    )
     parser.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--admin-listen", default="127.0.0.1:50052", metavar="HOST:PORT", help=_PORT)
     parser.add_argument("--health-listen", default="127.0.0.1:50053", metavar="HOST:PORT", help=_PORT)
@@ -77,10 +85,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _no_plan(flags: argparse.Namespace) -> str | None:
+    """Returns why there is no plan for a GPU that is not here with these flags."""
+    if flags.model is None:
+        return "--gpu tells how a model would be served: name that by --model"
+    others = {
+        "--device": flags.device != "auto",
+        "--draft-model": flags.draft_model is not None,
+        "--tensor-parallel": flags.tensor_parallel not in ("auto", "1"),
+        "--digest": flags.digest,
+        "--chat-template": flags.chat_template is not None,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    return f"--gpu plans for one GPU and reads the config alone: leave out {', '.join(given)}" if given else None
+
+
 def _ranks(word: str) -> str:
     if word != "auto" and not (word.isdecimal() and 1 <= int(word) <= 64):
         raise argparse.ArgumentTypeError("write auto, or a number from 1 to 64")
     return word
+
+
+def plan(flags: argparse.Namespace) -> dict[str, Any]:
+    """Reports on a GPU that is not here, and nothing on this machine."""
+    engine = _engine_report(flags)
+    return {
+        "whippet": version(),
+        "gpu": flags.gpu,
+        "engine": engine,
+        "model": {"folder": flags.model, "text": None},
+        "problems": engine.get("problems", []),
+        "warnings": engine.get("warnings", []),
+    }
 
 
 def examine(flags: argparse.Namespace) -> dict[str, Any]:
@@ -128,6 +164,8 @@ def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     arguments += ["--tensor-parallel", flags.tensor_parallel]
     if flags.digest:
         arguments.append("--digest")
+    if flags.gpu is not None:
+        arguments += ["--gpu", flags.gpu]
     if flags.model is not None:
         arguments += ["--model", flags.model]
     if flags.draft_model is not None:

@@ -10,15 +10,14 @@ _MORE = "--all: this machine, and what is not in use"
 
 
 def render(report: dict[str, Any], everything: bool = False) -> str:
+    plan = report["engine"].get("plan")
     lines = [
-        ("verdict", "serving is impossible" if report["problems"] else "ready to serve"),
+        ("verdict", _verdict(report)),
         *(("problem", problem) for problem in report["problems"]),
         *(("warning", warning) for warning in report["warnings"]),
         *_model(report["model"], report["engine"].get("model")),
-        *_machine(report, everything),
-        *_engine(report["engine"], everything),
-        *_ports(report["ports"], everything),
-        *(() if everything else (("more", _MORE),)),
+        *(_plan(report["engine"]) if plan is not None else ()),
+        *(_here(report, everything) if "machine" in report else ()),
     ]
     last = ""
     out = []
@@ -26,6 +25,61 @@ def render(report: dict[str, Any], everything: bool = False) -> str:
         out.append(f"{name if name != last else '':<11}{text}")
         last = name
     return "\n".join(out)
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    plan = report["engine"].get("plan")
+    if report["problems"]:
+        return "serving is impossible"
+    if plan is None:
+        return "ready to serve"
+    gpu = plan["gpu"]["title"]
+    if plan["tokens_per_second"] is None:
+        return f"one {gpu} would serve it by the decoder {plan['path']}, far slower than its memory allows"
+    return f"one {gpu} would serve it by the {plan['path']} path, at about {_rate(plan)} tokens/s to one user"
+
+
+def _rate(plan: dict[str, Any]) -> str:
+    """Rounds to two digits, since this is an estimate."""
+    digits = f"{plan['tokens_per_second']:.2g}"
+    return f"{float(digits):,.0f}"
+
+
+def _here(report: dict[str, Any], everything: bool) -> Iterator[tuple[str, str]]:
+    yield from _machine(report, everything)
+    yield from _engine(report["engine"], everything)
+    yield from _ports(report["ports"], everything)
+    if not everything:
+        yield "more", _MORE
+
+
+def _plan(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Says what a GPU that is not here would do."""
+    plan, gpu = engine["plan"], engine["plan"]["gpu"]
+    memory = f"{_size(gpu['memory_mib'] << 20)} at {gpu['bandwidth']:,} GB/s"
+    yield "gpu", f"{gpu['title']}, {plan['architecture']}, {gpu['multiprocessors']} multiprocessors, {memory}; not here"
+    for option in engine["decoders"]:
+        standing = "would be in use" if option["chosen"] else f"would not, {option['reason']}"
+        yield "decoder", f"{option['name']}: {standing}"
+    if plan["unpacked"]:
+        yield "weights", "some are kept in 16 bits, since the kernels do not read their shape packed"
+    for option in engine["optimizations"]:
+        if option["reason"]:
+            yield "switch", f"{option['name']}: would do nothing, {option['reason']}"
+    whole = plan["tokens"] // engine["model"]["max_context"]
+    fit = f"{plan['tokens']:,} tokens of context in all, {plan['sequences']} sequences at once"
+    yield "memory", f"{fit}; whole contexts: {whole}"
+    if plan["copies_bytes"]:
+        yield "memory", f"{_size(plan['copies_bytes'])} of plain copies of weights, for many rows"
+    if plan["tokens_per_second"] is not None:
+        read = f"{_size(plan['step_bytes'])} are read for a token"
+        yield "speed", f"{read}; estimated from what an H100 reaches, and measured on no other GPU"
+    kernels = plan["kernels"]
+    if not kernels["count"]:
+        return
+    yield "kernels", f"{kernels['count']} of {len(kernels['sources'])} sources, compiled at the first start"
+    if kernels["not_offered"]:
+        yield "kernels", f"without {', '.join(kernels['not_offered'])}: {kernels['not_offered_reason']}"
 
 
 def _machine(report: dict[str, Any], everything: bool) -> Iterator[tuple[str, str]]:

@@ -280,6 +280,40 @@ def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0] == "verdict    serving is impossible"
 
 
+@pytest.mark.product
+def test_the_doctor_on_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    """The verdict first; a config is enough, and this machine is not reported on."""
+    model = Path(__file__).resolve().parents[3] / "bench" / "models" / "mistral-7b-awq"
+    done = whippet("doctor", "--model", str(model), "--gpu", "l4")
+    assert (done.returncode, done.stderr) == (0, "")
+    verdict, *lines = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"verdict    one L4 would serve it by the fused path, at about \d+ tokens/s to one user", verdict
+    )
+    assert {line.split(" ")[0] for line in lines} - {""} == {
+        *("model", "gpu", "decoder", "switch", "memory", "speed", "kernels"),
+    }
+    done = whippet("doctor", "--model", str(model), "--gpu", "l5")
+    assert done.returncode == 1
+    assert "gpu 'l5': is not known; use one of" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--gpu tells how a model would be served: name that by --model"),
+        (["--model", str(DEMO), "--device", "cpu"], "leave out --device"),
+        (["--model", str(DEMO), "--digest", "--tensor-parallel", "2"], "leave out --tensor-parallel, --digest"),
+        (["--model", str(DEMO), "--draft-model", str(DRAFT)], "leave out --draft-model"),
+    ],
+)
+def test_a_plan_for_a_gpu_takes_no_flag_that_it_would_ignore(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.run(["--gpu", "l4", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
 Engine = Callable[[str], None]
 
 
