@@ -1,9 +1,11 @@
 """Writes docs/models.md from docs/models.yaml: by which path the engine would serve each public model in each format.
-The engine itself is asked, over shapes alone, as at a start on an H100."""
+The engine itself is asked, over shapes alone, as at a start on an H100. Writes the table of GPUs in docs/deployment.md,
+too: what `whippet doctor --gpu` says of some of the models."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 
 import yaml
 
+from engine.errors import Unsupported
 from engine.kernels.gpu import gpu_of
 from engine.loading.formats import FolderFormat
 from engine.settings import EngineSettings
 from engine.worker.forecast import forecast
+from engine.worker.gpu_plan import make_plan
+from engine.worker.known_gpus import KnownGpu, known_gpu
 from engine.worker.required_kernels import KernelQuery
 from quant.checkpoint.config import ModelConfig, parse_config
 from quant.checkpoint.errors import BadConfig
@@ -45,6 +50,20 @@ everything, many times slower. "no …": some kind of rows is computed by eager.
 format in some of the model's shapes, whose weights are therefore kept in bf16. **–**: the format does not exist for the
 model. A number stands for a reason below the table.
 """
+
+# Of the table of GPUs: their names, and models with a format.
+GPUS = ("rtx-3070", "rtx-3060", "l4", "rtx-4090", "a100-40", "h100")
+PLANNED = (
+    ("Qwen3 0.6B", "bf16"),
+    ("Llama 3.2 3B", "bf16"),
+    ("Llama 3.1 8B", "AWQ g128"),
+    ("Llama 3.1 8B", "int8"),
+    ("Llama 3.1 8B", "bf16"),
+    ("Qwen3 14B", "AWQ g128"),
+    ("Qwen2.5 32B", "AWQ g128"),
+    ("Llama 3.1 70B", "AWQ g128"),
+)
+SECTION = re.compile(r"(<!-- gpus -->\n).*?(<!-- /gpus -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -103,8 +122,38 @@ def _rows(models: Sequence[PublicModel], reasons: list[str]) -> Iterator[list[st
         yield [model.name, f"{model.parameters:g}", *cells]
 
 
+@functools.cache
+def gpus_table(root: Path) -> str:
+    """Renders the table, in some ten seconds."""
+    configs = {one.name: one.config for one in public_models(root)}
+    known = [known_gpu(name) for name in GPUS]
+    head = ["", *(f"{one.title}, {round(one.memory_mib / 1024)} GB, {one.architecture}" for one in known)]
+    return table(
+        head, ([f"{name}, {form}", *(planned(configs[name], form, gpu) for gpu in known)] for name, form in PLANNED)
+    )
+
+
+def planned(config: ModelConfig, form: str, gpu: KnownGpu) -> str:
+    bf16 = EngineSettings(model="", dtype="bfloat16")
+    try:
+        plan = make_plan(bf16, config, FORMATS[form], gpu).plan
+    except Unsupported:
+        return NONE
+    if plan.tokens_per_second is None:
+        return plan.path
+    return f"{float(f'{plan.tokens_per_second:.2g}'):,.0f} · {plan.tokens // 1000:,} k"
+
+
+def deployment_page(root: Path) -> str:
+    text = (root / "docs" / "deployment.md").read_text("utf-8")
+    filled, count = SECTION.subn(lambda found: f"{found[1]}{gpus_table(root)}{found[2]}", text)
+    if count != 1:
+        raise ValueError("docs/deployment.md: one table of GPUs is expected between <!-- gpus --> and <!-- /gpus -->")
+    return filled
+
+
 def pages(root: Path) -> Mapping[str, str]:
-    return {"docs/models.md": models_page(root)}
+    return {"docs/models.md": models_page(root), "docs/deployment.md": deployment_page(root)}
 
 
 def stale(root: Path) -> list[str]:
