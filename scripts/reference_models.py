@@ -48,7 +48,8 @@ same of a model that is here.
 **fused**: our own kernels in captured graphs compute few rows, many rows and prompts. **eager**: PyTorch computes
 everything, many times slower. "no …": some kind of rows is computed by eager. "unpacked": the kernels do not read the
 format in some of the model's shapes, whose weights are therefore kept in bf16. **–**: the format does not exist for the
-model. A number stands for a reason below the table.
+model. A number stands for a reason below the table. Folders in float16 are served as bf16 where `--dtype bfloat16` asks
+for that, else by eager.
 """
 
 # Of the table of GPUs: their names, and models with a format.
