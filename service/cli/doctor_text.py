@@ -34,9 +34,10 @@ def _verdict(report: dict[str, Any]) -> str:
     if plan is None:
         return "ready to serve"
     gpu = plan["gpu"]["title"]
-    if plan["tokens_per_second"] is None:
-        return f"one {gpu} would serve it by the decoder {plan['path']}, far slower than its memory allows"
-    return f"one {gpu} would serve it by the {plan['path']} path, at about {_rate(plan)} tokens/s to one user"
+    if plan["path"] == "eager":
+        return f"one {gpu} would serve it eagerly, many times slower than its memory allows"
+    speed = "" if plan["tokens_per_second"] is None else f", at about {_rate(plan)} tokens/s to one user"
+    return f"one {gpu} would serve it by the {plan['path']} path{speed}"
 
 
 def _rate(plan: dict[str, Any]) -> str:

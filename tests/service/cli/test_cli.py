@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.settings import EngineSettings
 from service.cli import COMMANDS, doctor, machine, main
 from service.cli.doctor_text import render
 from service.config.leaves import leaves
@@ -283,7 +285,7 @@ def test_the_doctor_on_a_broken_folder(tmp_path: Path) -> None:
 @pytest.mark.product
 def test_the_doctor_on_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """The verdict first; a config is enough, and this machine is not reported on."""
-    model = Path(__file__).resolve().parents[3] / "bench" / "models" / "mistral-7b-awq"
+    model = ROOT / "bench" / "models" / "mistral-7b-awq"
     done = whippet("doctor", "--model", str(model), "--gpu", "l4")
     assert (done.returncode, done.stderr) == (0, "")
     verdict, *lines = done.stdout.splitlines()
@@ -296,6 +298,20 @@ def test_the_doctor_on_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     done = whippet("doctor", "--model", str(model), "--gpu", "l5")
     assert done.returncode == 1
     assert "gpu 'l5': is not known; use one of" in done.stdout
+
+
+@pytest.mark.product
+def test_the_verdict_names_the_path_of_a_gpu_that_is_not_here() -> None:
+    from engine.worker.doctor import examine_gpu  # torch, which the other tests do without
+
+    model = str(ROOT / "bench" / "models" / "mistral-7b")
+    engine = asdict(examine_gpu(EngineSettings(model=model, dtype="float16"), "l4"))
+    report = {"engine": engine, "model": {"folder": model, "text": None}, "problems": [], "warnings": []}
+    verdict, *lines = render(report).splitlines()
+    assert verdict == "verdict    one L4 would serve it eagerly, many times slower than its memory allows"
+    assert "decoder    graph: would not, the model is float16, the kernels compute in bfloat16" in lines
+    engine["plan"]["path"] = "another"
+    assert render(report).startswith("verdict    one L4 would serve it by the another path\n")
 
 
 @pytest.mark.parametrize(
