@@ -111,8 +111,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def _ensure_found(items: list[pytest.Item]) -> None:
-    """Raises where a tier would lose tests, since `unneeded` skips their file. `check` imports all files that `unneeded`
-    has to judge by a name."""
+    """Raises where a tier would lose tests, since `unneeded` skips their file. The tier `check` calls this, since it
+    imports all files that are judged by a name."""
     for item in items:
         if (tier := tier_of(item)) in _NAMED and unneeded(item.path, tier):
             raise pytest.UsageError(
