@@ -60,7 +60,7 @@ RUN /build/venv/bin/pip --python /build/maker/bin/python install --no-cache-dir 
     --require-hashes --no-deps --requirement /build/requirements/embedder.txt
 # A model's config says which kernels its server asks for; the GPUs of these architectures need not be here.
 ARG KERNELS_FOR=models/demo-awq
-ARG KERNELS_ARCH=sm_80,sm_86,sm_89,sm_90,sm_100
+ARG KERNELS_ARCH=sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 COPY ${KERNELS_FOR}/*.json /build/model/
 RUN /build/maker/bin/python -m service.cli prebuild --into /opt/whippet/prebuilt --embedder \
     --model /build/model --arch "${KERNELS_ARCH}"

@@ -18,7 +18,7 @@ JOBS    ?= 4
 ARGS    ?=
 # Folders of models, whose config.json suffices, and architectures of GPUs that kernels are compiled for ahead.
 KERNELS_FOR  ?= $(wildcard bench/models/*)
-KERNELS_ARCH ?= sm_80,sm_86,sm_89,sm_90,sm_100
+KERNELS_ARCH ?= sm_80,sm_86,sm_89,sm_90,sm_100,sm_120
 
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
@@ -75,6 +75,7 @@ proto: $(VENV)/.test ## Make service/pb anew from protos/
 docs: $(VENV)/.test ## Write figures, reference pages and indexes of docs/ from results, code and tables
 	$(BIN)/python -m scripts.figures
 	$(BIN)/python -m scripts.references
+	$(BIN)/python -m scripts.reference_models
 
 chart: $(VENV)/.test ## Make the chart's schema and table of values anew from helm/whippet/values.yaml
 	$(BIN)/python scripts/chart.py

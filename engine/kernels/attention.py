@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.build import Kernels
+from engine.kernels.gpu import LARGEST_SHARED
 from engine.kernels.launch import Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
 
@@ -17,6 +18,7 @@ SINGLE_PAGES = 8  # a context of this many pages is not split
 MIN_PAGES = 8  # of a split, of the longer ones
 PAGES_AHEAD = 3  # of each warp, asked of L2 before they are read into registers
 SLOTS = 2  # pages of each warp that are copied into shared memory ahead, of bfloat16; twice as many of fp8
+RESULTS_BYTES = 48 << 10  # of shared memory, at most, in which the results of a block's warps meet
 PAGE_PADDING = 128  # bytes that a page's keys have more in shared memory, and its values: `attention.cuh`'s runs
 ASKED = 4  # splits that the merging block asks for at once
 MANY_TOKENS = SPLITS * MIN_PAGES * PAGE  # a warp has several pages of a context beyond
@@ -101,7 +103,7 @@ def most_splits(tokens: int) -> int:
 
 def attention_defines(heads: Heads) -> dict[str, int]:
     served = -(-(heads.queries // heads.keys) // heads.subgroups)
-    warps = 8 if served * heads.dim <= 1024 else 4  # results of all warps meet in 48 KB
+    warps = 8 if served * heads.dim <= 1024 else 4  # results of all warps meet in RESULTS_BYTES
     return {
         "OP_Q_HEADS": heads.queries,
         "OP_KV_HEADS": heads.keys,
@@ -131,6 +133,7 @@ class AttentionOp:
     slots: int = SLOTS  # of bfloat16
     group: int = 1  # rows that are successive tokens of one sequence; it has one line of the page table
     resident: int = 1  # blocks on a multiprocessor, where they would be too many for one each
+    most_shared: int = LARGEST_SHARED  # bytes that a block may ask for
 
     def prepare(self, layer: LayerAttention, qkv: torch.Tensor, out: torch.Tensor) -> Launch:
         """qkv float32 [batch, rows] → out bfloat16 [batch, heads · dim]; writes the new key and value to their page."""
@@ -165,8 +168,10 @@ class AttentionOp:
         # Places in shared memory leave room for one block on a multiprocessor: else registers hold the pages.
         many = self.longest is None or self.longest > MANY_TOKENS
         slots = 2 * self.slots // bytes_each  # as many bytes are under way
-        defines["OP_SLOTS"] = slots if self.bulk and many and defines["OP_POLL"] and resident == 1 else 0
         place = PAGE * heads.dim * bytes_each + PAGE_PADDING
-        shared = defines["OP_SLOTS"] * defines["OP_WARPS"] * 2 * place
+        shared = slots * defines["OP_WARPS"] * 2 * place
+        fits = shared + RESULTS_BYTES <= self.most_shared
+        defines["OP_SLOTS"] = slots if self.bulk and many and fits and defines["OP_POLL"] and resident == 1 else 0
+        shared = shared if defines["OP_SLOTS"] else 0
         kernel = self.library.kernel("attention", "attention", defines, shared)
         return prepare(kernel, Shape(grid, defines["OP_WARPS"] * 32, shared), {**values, **CHAIN})

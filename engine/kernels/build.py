@@ -22,6 +22,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.cores import usable_cores
+from engine.kernels import targets
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.keeping import keep
 
@@ -218,6 +219,11 @@ class WantedKernels:
         self._parameters: dict[tuple[str, str], tuple[Parameter, ...]] = {}
 
     def kernel(self, name: str, entry: str, defines: Mapping[str, int], shared: int = 0) -> Kernel:
+        most = self.gpu.shared
+        if shared > most:
+            raise BuildError(f"kernel {entry} needs {shared} bytes of shared memory, a block may have {most}")
+        if (objection := targets.why_not(name, self.gpu)) is not None:
+            raise BuildError(f"kernel {entry}: {objection}")
         definitions = tuple(sorted(defines.items()))
         found = self._given.get((name, entry, definitions))
         if found is None:

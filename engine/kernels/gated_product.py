@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels import targets
 from engine.kernels.build import Kernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
@@ -57,8 +58,8 @@ def _waves(tile: int, tokens: int, half: int, gpu: GpuShape) -> int:
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape) -> str | None:
     """Why the kernel cannot multiply this many tokens by weight bfloat16 [2 · half, columns], or None."""
-    if not gpu.warpgroups:
-        return "products of warpgroups need compute capability 9.0"
+    if (objection := targets.why_not("gated_product", gpu)) is not None:
+        return objection
     half, columns = weight.shape[0] // 2, weight.shape[1]
     if weight.dtype != torch.bfloat16 or half % 8 or columns % 8:
         return f"weights of {weight.dtype} and shape {tuple(weight.shape)} are not bfloat16 in runs of 16 bytes"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
+
+
+LARGEST_SHARED: Final = 227 << 10  # bytes of shared memory that a block may ask for, of any GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +34,35 @@ def gpu_of(capability: tuple[int, int], multiprocessors: int, shared: int) -> Gp
     return GpuShape(multiprocessors, shared, warpgroups=capability == (9, 0), overlap=capability >= (9, 0))
 
 
-# What servers have, by compute capability: multiprocessors of each, and bytes that a block may ask for. Kernels are
-# made for a number of multiprocessors: a GPU that is not here (a part of one, say) compiles its own at its first start.
-SERVERS: Mapping[tuple[int, int], tuple[tuple[int, ...], int]] = MappingProxyType(
+# Bytes of shared memory that a block may ask for, by compute capability.
+SHARED: Final[Mapping[tuple[int, int], int]] = MappingProxyType(
     {
-        (8, 0): ((108, 56), 163 << 10),  # A100, A30
-        (8, 6): ((84, 80, 72), 99 << 10),  # A40, A10G, A10
-        (8, 9): ((142, 58), 99 << 10),  # L40 and L40S, L4
-        (9, 0): ((132, 114, 78), 227 << 10),  # H100 SXM and H200, H100 PCIe, H20
-        (10, 0): ((148,), 227 << 10),  # B200
+        (8, 0): 163 << 10,
+        (8, 6): 99 << 10,
+        (8, 9): 99 << 10,
+        (9, 0): LARGEST_SHARED,
+        (10, 0): LARGEST_SHARED,
+        (12, 0): 99 << 10,
+    }
+)
+# Multiprocessors that servers have, by compute capability. Kernels are made for a number of multiprocessors: a GPU that
+# is not here (a part of one, say) compiles its own at its first start.
+SERVERS: Final[Mapping[tuple[int, int], tuple[int, ...]]] = MappingProxyType(
+    {
+        (8, 0): (108, 56),  # A100, A30
+        (8, 6): (84, 80, 72),  # A40, A10G, A10
+        (8, 9): (142, 58),  # L40 and L40S, L4
+        (9, 0): (132, 114, 78),  # H100 SXM and H200, H100 PCIe, H20
+        (10, 0): (148,),  # B200
+        (12, 0): (188, 170),  # RTX PRO 6000, RTX 5090
     }
 )
 
 
 def gpus_of(arch: str) -> tuple[tuple[tuple[int, int], GpuShape], ...]:
     """Shapes by capability of an architecture such as sm_90. Raises ValueError for others."""
-    for capability, (counts, shared) in SERVERS.items():
+    for capability, counts in SERVERS.items():
         if arch == f"sm_{capability[0]}{capability[1]}":
-            return tuple((capability, gpu_of(capability, count, shared)) for count in counts)
+            return tuple((capability, gpu_of(capability, count, SHARED[capability])) for count in counts)
     known = ", ".join(f"sm_{major}{minor}" for major, minor in SERVERS)
     raise ValueError(f"architecture {arch!r}: one of {known}")

@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from engine.kernels import targets
 from engine.kernels.build import Kernels
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Argument, Boxes, Launch, Shape, prepare
@@ -88,8 +89,8 @@ def _held(peers: int, gpu: GpuShape) -> int:
 
 def why_not(weight: torch.Tensor, tokens: int, gpu: GpuShape, *, gated: bool = False) -> str | None:
     """Why the kernel cannot multiply this many tokens by weight bfloat16 [rows, columns], or None."""
-    if not gpu.warpgroups:
-        return "products of warpgroups need compute capability 9.0"
+    if (objection := targets.why_not("plain_product", gpu)) is not None:
+        return objection
     rows, columns = weight.shape
     if weight.dtype != torch.bfloat16 or rows % (16 if gated else 8) or columns % 8 or columns < _SPAN:
         return (

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.kernels.gpu import LARGEST_SHARED
 from engine.kernels.weights import Format, Matrix
 
 # Runs of eight columns in a lane's part of a unit.
 _WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4, Format.INT8_TILES: 2}
 WARPS = 8  # of a block, where the columns allow it
+_FIXED = 34 << 10  # bytes of shared memory that the kernels declare themselves, at most
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
@@ -69,8 +71,11 @@ def shared_bytes(matrix: Matrix, how: Tiling) -> int:
     return how.ring * stage_bytes(matrix, how.warps, how.depth)
 
 
-def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = WARPS) -> Tiling:
-    """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up)."""
+def choose(
+    matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = WARPS, shared: int = LARGEST_SHARED
+) -> Tiling:
+    """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up). `shared`: bytes that a block may ask
+    for, which never change the order of a sum."""
     unit = 2 if pairs else 1
     block_tiles = unit * _ceil(_ceil(matrix.rows, 8), multiprocessors * unit)
     if block_tiles > _MOST_TILES:
@@ -78,8 +83,9 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
     warps, depth = divide(matrix, warps)
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
-    whole = stages * size <= _WHOLE_BYTES and stages <= MOST_STAGES
-    ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, MOST_STAGES)
+    room = shared - _FIXED
+    whole = stages * size <= min(_WHOLE_BYTES, room) and stages <= MOST_STAGES
+    ring = stages if whole else min(max(2, min(_STREAM_BYTES, room) // size), stages, MOST_STAGES)
     return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW, whole)
 
 

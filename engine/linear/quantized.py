@@ -82,7 +82,19 @@ def place_weight(
     if isinstance(weight, Int4Minima):
         return CanonicalLinear(weight, bias)
     weight = _to_device(weight, placement.device)
-    return CanonicalLinear(weight, bias) if why_not_cuda(weight) else CudaLinear(to_matrix(weight), bias, kernels)
+    if why_not_cuda(weight) is None:
+        return CudaLinear(to_matrix(weight), bias, kernels)
+    return _unpacked(weight, bias, placement)
+
+
+def _unpacked(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, placement: Placement) -> Linear:
+    """Plain, at two or four times the memory, where the kernels read the weight's shape in bfloat16 only: without them
+    the whole model would be many times slower."""
+    shape = torch.empty(weight.shape, dtype=placement.dtype, device="meta")
+    if why_not_cuda(Dense(shape)) is not None:
+        return CanonicalLinear(weight, bias)
+    plain = shape if placement.device.type == "meta" else weight.dequantize(placement.dtype)
+    return DenseLinear(plain, None if bias is None else bias.to(placement.dtype))
 
 
 def _on_cpu(

@@ -68,14 +68,17 @@ def pick_dtype(
     else; on a CPU bfloat16 only where it is native, else float32."""
     if wanted != "auto":
         return DTYPES[wanted]
-    own = DTYPES[stated] if stated is not None else torch.float32
     if device.type == "cuda":
-        if quantized:
-            own = torch.bfloat16
-        if own == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.float16
-        return own
-    return torch.bfloat16 if own != torch.float32 and cpu.bf16 else torch.float32
+        own = dtype_of_gpu(stated, quantized)
+        lacking = own == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.float16 if lacking else own
+    narrow = stated not in (None, "float32")
+    return torch.bfloat16 if narrow and cpu.bf16 else torch.float32
+
+
+def dtype_of_gpu(stated: str | None, quantized: bool) -> torch.dtype:
+    """Resolves auto for a GPU of compute capability 8.0 or later, whether it is here or not."""
+    return torch.bfloat16 if quantized else torch.float32 if stated is None else DTYPES[stated]
 
 
 def pick_ranks(wanted: TensorParallel, device: torch.device) -> int:

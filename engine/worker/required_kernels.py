@@ -38,6 +38,7 @@ class KernelQuery:
     gpu: GpuShape
     free: int = _MOST_BYTES  # bytes of the GPU's memory, without the weights
     draft: tuple[ModelConfig, FolderFormat] | None = None  # of a draft model
+    dtype: torch.dtype = torch.bfloat16  # of activations
 
 
 def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
@@ -46,7 +47,7 @@ def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]
     if settings.decoder not in ("auto", "graph"):
         return wanted.sources
     with torch.inference_mode():
-        for parts in _models(settings, what, wanted):
+        for parts in models_of_shapes(settings, what, wanted):
             for entry in EXECUTORS:
                 if entry.ask is None or entry.why_not(parts) is not None:
                     continue
@@ -66,12 +67,12 @@ def required_kernels_any_context(settings: EngineSettings, what: KernelQuery) ->
     return found
 
 
-def _models(settings: EngineSettings, what: KernelQuery, wanted: WantedKernels) -> Iterator[Parts]:
+def models_of_shapes(settings: EngineSettings, what: KernelQuery, wanted: WantedKernels) -> Iterator[Parts]:
     """Yields the model as it would be served; twice where plain copies of packed weights may have room or not."""
-    full = shape_weights(what.config, what.form, torch.bfloat16)
+    full = shape_weights(what.config, what.form, what.dtype)
     config, weights = fewer_layers(what.config, full)
     sequences = settings.max_sequences or CUDA_SEQUENCES
-    nowhere = Placement(torch.bfloat16, torch.device("meta"))
+    nowhere = Placement(what.dtype, torch.device("meta"))
     context = _context(settings, what, sequences, full.nbytes)
     model = Transformer(config, weights, _angles(config, context), nowhere)
     shape = kv_shape(config)

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--arch",
         metavar="SM",
-        help="for GPUs of these architectures: all of sm_80,sm_86,sm_89,sm_90,sm_100 by default",
+        help="for GPUs of these architectures: all of sm_80,sm_86,sm_89,sm_90,sm_100,sm_120 by default",
     )
     parser.add_argument(
         "--multiprocessors",

@@ -70,7 +70,7 @@ class RowSteps:
         self._weights = weights
         self._two_pass = weights.coarse is not None
         self._max_context = max_context
-        self._plan = few_rows.ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+        self._plan = few_rows.ChainPlan.of(library.gpu)
         vocabulary, device = weights.head.rows, weights.table.device
         self._chains = Chains(device)
         most = bucket(min(most_rows, BUCKETS[-1]))

@@ -51,7 +51,7 @@ class FirstTokens:
         self._entries, self._most = words(buffers.progress.ring), most
         self._sampling = sampling.allocate(1, weights.head.rows, device)
         self._chains = Chains(device)
-        plan = ChainPlan(library.gpu.multiprocessors, dependent=library.gpu.overlap)
+        plan = ChainPlan.of(library.gpu)
         prepare = partial(prepare_first, library, weights, buffers, fed)
         self._greedy = Chain(0, prepare(plan, None))
         self._two_pass = None if weights.coarse is None else Chain(0, prepare(replace(plan, two_pass=True), None))

@@ -129,10 +129,7 @@ class VerifyGraphs:
         return self._guessing.launches(self._library, plan, count, laid)
 
     def _plan(self, group: int, longest: int) -> few_rows.ChainPlan:
-        gpu = self._library.gpu
-        return few_rows.ChainPlan(
-            gpu.multiprocessors, dependent=gpu.overlap, group=group, resident=_RESIDENT, longest=longest
-        )
+        return replace(few_rows.ChainPlan.of(self._library.gpu), group=group, resident=_RESIDENT, longest=longest)
 
     def _made(self, group: int) -> dict[Choice, tuple[Chain, ...]]:
         library, weights = self._library, self._weights

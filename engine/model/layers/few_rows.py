@@ -21,6 +21,7 @@ from engine.kernels.attention import (
     scratch,
 )
 from engine.kernels.build import Kernels
+from engine.kernels.gpu import LARGEST_SHARED, GpuShape
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.sampling import Sampling
@@ -150,6 +151,7 @@ class ChainPlan:
     """Division and overlap of stages. A stage's name is qkv, output, gate_up, down or head."""
 
     multiprocessors: int
+    shared: int = LARGEST_SHARED  # bytes of shared memory that a block may ask for
     tilings: dict[str, Tiling] = field(default_factory=dict)  # where `tiling.choose` is not to decide
     trigger: Trigger = Trigger.AT_ENTRY
     dependent: bool = True
@@ -160,11 +162,15 @@ class ChainPlan:
     two_pass: bool = False  # the head, where no row needs its logits; the weights must have a coarse copy of it
     within_top: bool = False  # and where rows need no others than those of `SampledRow.within_top`
 
+    @classmethod
+    def of(cls, gpu: GpuShape) -> ChainPlan:
+        return cls(gpu.multiprocessors, gpu.shared, dependent=gpu.overlap)
+
     def tiling(self, stage: str, matrix: Matrix) -> Tiling:
         found = self.tilings.get(stage)
         if found is not None:
             return found
-        found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up")
+        found = tiling.choose(matrix, self.multiprocessors, pairs=stage == "gate_up", shared=self.shared)
         # These start beside the stages before: what they ask for early, those wait behind.
         if stage == "head" or (stage in ("qkv", "output") and not found.whole):
             return replace(found, window=2)
@@ -174,7 +180,7 @@ class ChainPlan:
     def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
         """As many bytes of the copy are under way as of the plain head."""
         plain = self.tiling("head", head)
-        how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps)
+        how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps, shared=self.shared)
         size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
         how = replace(how, window=max(2, min(how.ring, HEAD_WINDOW // size)))
         return TwoPasses(head, plain, coarse, how)
@@ -258,6 +264,7 @@ def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: 
         slots=plan.slots,
         group=plan.group,
         resident=plan.resident,
+        most_shared=plan.shared,
     )
     gains = [layer.input_gain for layer in weights.layers[1:]] + [weights.final_gain]
     for layer, next_gain in zip(weights.layers, gains, strict=True):

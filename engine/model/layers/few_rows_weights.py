@@ -13,12 +13,13 @@ from engine.kernels import weights as forms
 from engine.kernels.attention import LayerAttention
 from engine.kernels.gpu import GpuShape
 from engine.linear import DenseLinear, Linear
+from engine.linear.canonical import CanonicalLinear
 from engine.linear.cuda import CudaLinear
 from engine.model import features
 from engine.model.layers.few_rows import MOST_ROWS, ChainPlan, LayerWeights, StepProduct, StepWeights
 from engine.model.layers.many_tokens import Loaded, heads_of
 from engine.model.weights import Layer
-from quant.checkpoint.forms import Dense
+from quant.checkpoint.forms import Dense, Int4Minima
 
 MOST_TOKENS = 1 << 24  # ids that an entry of the ring can name
 STATIC = 44 << 10  # bytes of shared memory that the kernels of two passes declare themselves, at most
@@ -50,6 +51,9 @@ def _objection(linear: Linear) -> str | None:
         return None
     if isinstance(linear, DenseLinear):
         return forms.why_not(Dense(linear.weight))
+    if isinstance(linear, CanonicalLinear) and not isinstance(linear.weight, Int4Minima):
+        objection = forms.why_not(linear.weight)
+        return objection and f"packed weights: {objection}"
     return f"the kernels do not read weights of {type(linear).__name__}"
 
 
@@ -99,7 +103,7 @@ def _why_no_room(weights: StepWeights, free: int) -> str | None:
 
 
 def _with_coarse_copy(weights: StepWeights, gpu: GpuShape) -> tuple[StepWeights, str | None]:
-    plan = ChainPlan(gpu.multiprocessors)
+    plan = ChainPlan.of(gpu)
     coarse = two_pass.coarse_copy(weights.head, plan.tiling("head", weights.head).warps)
     shared = plan.two_passes(weights.head, coarse).shared_bytes(MOST_ROWS) + STATIC
     if shared > gpu.shared:

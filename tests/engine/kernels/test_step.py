@@ -10,8 +10,19 @@ import pytest
 import torch
 
 from engine.kernels import sampling, two_pass
-from engine.kernels.attention import SPLITS, Heads, attention_defines, most_splits
+from engine.kernels.attention import (
+    SPLITS,
+    AttentionOp,
+    Embedding,
+    Heads,
+    LayerAttention,
+    RowPages,
+    attention_defines,
+    most_splits,
+    scratch,
+)
 from engine.kernels.build import BuildError
+from engine.kernels.gpu import LARGEST_SHARED, SHARED
 from engine.kernels.launch import Trigger, prepare
 from engine.kernels.tiling import Tiling
 from engine.kernels.tokens import Fed
@@ -229,3 +240,21 @@ def test_what_follows_a_chunk(recorder: Any, model: Models, drawn: bool, depende
     # and as the end of a step does it
     step = prepare_step(recorder, weights, buffers, ChainPlan(132, dependent=dependent), state)
     assert [launch.values for launch in step[-len(chain) + 1 :]] == [launch.values for launch in chain[1:]]
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shared", sorted(set(SHARED.values())))
+def test_attention_takes_no_more_than_a_block_may_have(recorder: Any, dim: int, shared: int) -> None:
+    """Places in shared memory are given up where they do not fit beside the results of a block's warps."""
+    heads, rows = Heads(12, 4, dim, False), torch.zeros(1, 1)
+    pool = torch.zeros(2, 4, heads.keys, 16, dim, dtype=torch.bfloat16)
+    places = RowPages(torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32))
+    held = scratch(heads, 1, torch.device("cpu"))
+    op = AttentionOp(recorder, heads, places, Embedding(rows, 1e-6), held, 132, 8192, True, most_shared=shared)
+    launch = op.prepare(LayerAttention(pool[0], pool[1], None, None), torch.zeros(1, heads.rows), rows)
+    assert launch.shape.shared + (48 << 10) <= shared
+    _, _, defines, asked = recorder.asked[-1]
+    assert asked == launch.shape.shared
+    assert (defines["OP_SLOTS"] > 0) == (asked > 0)
+    if shared == LARGEST_SHARED:
+        assert (asked > 0) == (dim <= 128)

@@ -181,6 +181,30 @@ def test_exact_products(weight: Weight) -> None:
     check(linear, weight, bias, noise(5, weight.shape[1]), 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("weight", "dtype", "kind"),
+    [
+        (int4(64, 256, 64), torch.bfloat16, CudaLinear),
+        (int4(64, 576, 64), torch.bfloat16, DenseLinear),
+        (int4(64, 576, 64), torch.float16, CanonicalLinear),
+        (int4(12, 256, 64), torch.bfloat16, DenseLinear),
+        (int4(64, 256, 16), torch.bfloat16, DenseLinear),
+        (int8(64, 96), torch.bfloat16, DenseLinear),
+        (int8(64, 80), torch.bfloat16, CanonicalLinear),
+    ],
+    ids=["read", "columns", "float16", "rows", "group", "eight bits", "no bfloat16 either"],
+)
+def test_a_gpu_has_plain_weights_where_its_kernels_read_no_other_of_that_shape(
+    weight: Int4Groups | Int8Rows, dtype: torch.dtype, kind: type
+) -> None:
+    parts = {name: getattr(weight, name) for name in weight.__slots__}
+    nowhere = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+    linear = place_weight(type(weight)(**nowhere), None, Placement(dtype, torch.device("meta")))
+    assert type(linear) is kind
+    if isinstance(linear, DenseLinear):
+        assert (linear.weight.shape, linear.weight.dtype) == (weight.shape, torch.bfloat16)
+
+
 @given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([32, 64, 128, 0]), st.integers(0, 1 << 30))
 @settings(max_examples=example_count(40), deadline=None)
 def test_a_packed_matrix_unpacks_to_what_it_was(tiles: int, units: int, group: int, seed: int) -> None:
