@@ -80,7 +80,7 @@ def same_row(one: RowState, other: RowState) -> bool:
 
 def test_rows_that_are_rewritten_are_those_of_the_first_rank() -> None:
     pair = Pair(devices=2)
-    constraint = Constraint("start: \"a\"")
+    constraint = Constraint('start: "a"')
     first = row(4, 1, 0, 3, (7, 8))
     pair.plan(StepPlan((first,), admitted=(admitted(4, 1, (1, 2, 3), constraint),)))
     assert pair.theirs.at(1).constraint is None
