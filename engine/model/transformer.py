@@ -86,7 +86,7 @@ class Transformer:
         return x if step.sampled is None else x.index_select(0, step.sampled)
 
     def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._exchange is None:
+        if self._exchange is None or not self._exchange.part.splits_vocabulary:
             return functional.embedding(ids, self.weights.embedding).float()
         return embedded(ids, self.weights.embedding, self.config.vocab_size, self._exchange)
 
@@ -96,10 +96,11 @@ class Transformer:
         if self.fused and self._few_rows is not None and hidden.shape[0] <= MOST_ROWS:
             return self._few_rows.logits(hidden)
         weights = self.weights
-        if self._exchange is not None:
+        split = self._exchange is not None and self._exchange.part.splits_vocabulary
+        if split and self._exchange is not None:
             hidden = self._exchange.share(hidden.contiguous())
         own = weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
-        if self._exchange is None:
+        if not split or self._exchange is None:
             return own
         whole = whole_logits(own, self.config.vocab_size, self._exchange)
         return own if whole is None else whole

@@ -32,7 +32,7 @@ from engine.model.transformer import SPLIT, Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
-from engine.worker.build import require_split, room_of_rank
+from engine.worker.build import pays, require_split, room_of_rank
 from engine.worker.draft import read_draft
 from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
@@ -143,9 +143,13 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
         parts = None if config is None else _parts(config, form, Placement(dtype, device), settings.kv_dtype)
         draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
-        ranks = hardware.pick_ranks(settings.tensor_parallel, device)
+        ranks = hardware.pick_ranks(
+            settings.tensor_parallel, device, lambda ranks: config is not None and pays(settings, config, form, ranks)
+        )
         if config is not None and ranks > 1:
-            report.ranks = _ranks(settings, config, form, ranks, dtype)
+            report.ranks = _ranks(settings, config, form, ranks, dtype, device)
+            if device.type == "cuda" and (reason := hardware.why_no_peers(ranks)) is not None:
+                report.warnings.append(f"sums over {ranks} GPUs go through NCCL, and no step is captured: {reason}")
         if parts is not None:
             report.model = _model(settings, form, parts, draft, digest, report)
             report.optimizations = _switches(parts, report)
@@ -285,12 +289,17 @@ def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: 
 
 
 def _ranks(
-    settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int, dtype: torch.dtype
+    settings: EngineSettings,
+    config: ModelConfig,
+    form: FolderFormat,
+    ranks: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[RankReport]:
     """Returns what each process of a split model holds. Raises Unsupported for one that cannot be split."""
     require_split(settings.model, config, form, ranks)
     found = []
-    for part in (Part(rank, ranks) for rank in range(ranks)):
+    for part in (Part(rank, ranks, splits_vocabulary=device.type != "cuda") for rank in range(ranks)):
         tokens = part.vocabulary(config.vocab_size).size
         own = replace(own_config(config, part), vocab_size=tokens)
         size = shape_weights(own, form, dtype).nbytes
@@ -312,6 +321,8 @@ def _model(
     parameters = sum(_count(shape) for shape in dense_tensors(config).values())
     size = sum(one.weights_bytes for one in report.ranks) or parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)
+    if placement.device.type == "cuda":
+        free *= len(report.ranks) or 1  # of all GPUs, about
     needed = size + (0 if draft is None else draft.model.weights.nbytes)
     if needed > free:
         raise Unsupported(f"{folder}: the weights take {needed} bytes, {free} are free; use a smaller model or device")

@@ -10,6 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.errors import Unsupported
+from engine.execution.graphs.batch import BUCKETS
+from engine.execution.graphs.passes import MOST_CHUNKS
+from engine.execution.graphs.prefill import SIZES, filled
 from engine.execution.registry import EXECUTORS
 from engine.execution.speculation.draft_model import DraftModel
 from engine.execution.step_state import Parts, Unfit
@@ -25,6 +28,7 @@ from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import CUDA_BATCH_TOKENS, CUDA_SEQUENCES, EngineSettings
+from engine.worker.peer_memory import sums_of_shapes
 from engine.worker.shapes import fewer_layers, shape_weights
 from quant.checkpoint.config import ModelConfig
 
@@ -39,6 +43,7 @@ class KernelQuery:
     free: int = _MOST_BYTES  # bytes of the GPU's memory, without the weights
     draft: tuple[ModelConfig, FolderFormat] | None = None  # of a draft model
     dtype: torch.dtype = torch.bfloat16  # of activations
+    ranks: int = 1  # over which the model is split; `config` is one rank's
 
 
 def required_kernels(settings: EngineSettings, what: KernelQuery) -> set[Source]:
@@ -82,8 +87,25 @@ def models_of_shapes(settings: EngineSettings, what: KernelQuery, wanted: Wanted
     copies = plain_copies(linears, sequences, _MOST_BYTES)
     draft = None if what.draft is None else _draft(*what.draft, context)
     tokens = settings.max_batch_tokens or CUDA_BATCH_TOKENS[1]
+    sums = sums_of_shapes(config, what.gpu, what.ranks, most_tokens(tokens)) if what.ranks > 1 else None
     for plain in (copies, PlainCopies()) if copies.held else (copies,):
-        yield Parts(model, pool, sampler, sequences, context, tokens, plain=plain, draft=draft, gpu=GpuKernels(wanted))
+        yield Parts(
+            model,
+            pool,
+            sampler,
+            sequences,
+            context,
+            tokens,
+            plain=plain,
+            draft=draft,
+            gpu=GpuKernels(wanted),
+            sums=sums,
+        )
+
+
+def most_tokens(batch_tokens: int) -> int:
+    """Returns the most tokens of a captured pass, where steps have up to `batch_tokens` of prompts."""
+    return max(filled(SIZES, batch_tokens)[-1], BUCKETS[-1], MOST_CHUNKS)
 
 
 def _angles(config: ModelConfig, context: int) -> RopeTables:

@@ -136,7 +136,7 @@ class Batched:
         buckets = _buckets(parts)
         with making():
             self._steps = BatchedSteps(parts, buckets)
-        self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
+        self._pipeline = BatchPipeline(parts.led(self._steps), parts.sequences, parts.max_context, buckets)
         self.capacity = Capacity(many=buckets[-1])
         self.switches: Mapping[str, str | None] = {"graphs": None, "fused_kernels": None}
 
