@@ -284,7 +284,9 @@ def _assemble(
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
+    plain = PlainCopies()
+    if device.type == "cuda":
+        plain = plain_copies(linears, sequences, free_bytes(device), placement.dtype)
     dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
     chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes

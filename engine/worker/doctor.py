@@ -236,7 +236,9 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
-        if report.ranks:
+        if any(one.chosen and one.name == "portable" for one in report.decoders):
+            reasons |= {"graphs": None, "fused_kernels": None, "speculation": reasons["graphs"]}
+        elif report.ranks:
             reasons["fused_kernels"] = SPLIT
         elif report.device == "cpu":
             reasons["fused_kernels"] = why_not_few_rows(
@@ -270,7 +272,7 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
-    verifier = Role.VERIFY if chosen == "graph" else chosen
+    verifier = Role.VERIFY if chosen == "graph" else chosen if chosen == "eager" else None
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == Role.VERIFY:
         no_draft = few_rows_weights.why_not(draft)

@@ -21,8 +21,8 @@ from engine.kernels.attention import (
     scratch,
 )
 from engine.kernels.build import Kernels
-from engine.kernels.gpu import LARGEST_SHARED, GpuShape
 from engine.kernels.exchange import Channels
+from engine.kernels.gpu import LARGEST_SHARED, GpuShape
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.sampling import Sampling
