@@ -178,6 +178,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-bytes", type=int)
     parser.add_argument("--kv-dtype", choices=get_args(KvDtype), default="auto")
     parser.add_argument("--threads", type=int, help="on a CPU")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="processes that the model is split over")
     parser.add_argument("--append", type=Path, help="a JSON list that gets a record a workload")
     parser.add_argument(
         "--profile",
@@ -215,6 +216,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
         kv_bytes=given.kv_bytes,
         kv_dtype=given.kv_dtype,
         threads=given.threads,
+        tensor_parallel=given.tensor_parallel,
     )
     began = time.monotonic()
     runner = build(settings, lambda stage, done, total: None)

@@ -19,7 +19,7 @@ ENGINE = ("engine", "quant/checkpoint")
 MEASURED: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("decode", "offline", "steps", "speculation", "engine_cpu", "quantized_cpu", "compare"), ENGINE),
     **dict.fromkeys(("attention", "constrained", "gated", "kernels", "machine", "products", "sampling"), ENGINE),
-    **dict.fromkeys(("batch", "matrix", "sampled", "soak", "step", "throughput", "two_pass"), ENGINE),
+    **dict.fromkeys(("batch", "matrix", "sampled", "soak", "step", "throughput", "two_pass", "two_gpus"), ENGINE),
     **dict.fromkeys(("quality", "kept"), ("engine", "quant")),
     **dict.fromkeys(("pairs",), ("cache/semantic",)),
     **dict.fromkeys(("prefix",), ("cache", *ENGINE)),

@@ -51,12 +51,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before any fixture is made."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    if item.get_closest_marker("gpu") is None:
+    if (marker := item.get_closest_marker("gpu")) is None:
         return
     import torch  # seconds that other tests need not pay
 
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    needed = marker.args[0] if marker.args else 1
+    if torch.cuda.device_count() < needed or not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device" if needed == 1 else f"needs {needed} CUDA devices")
 
 
 @pytest.fixture(params=[False, True], ids=["without bf16", "with bf16"])

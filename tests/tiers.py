@@ -35,6 +35,14 @@ STARTING = frozenset({"exported_embedder", "make_redis", "redis_server", "shared
 _FILE_MARK = re.compile(r"^pytestmark = \[?(?:.*, )?pytest\.mark\.(gpu|product|proof)\b", re.MULTILINE)
 # Tiers that a file with such a mark can have tests in.
 _MARKED = {"gpu": (), "product": ("test", "proofs"), "proof": ("proofs",)}
+# What the text of a file contains that has tests in a tier: the mark, or a parameter whose fixture starts a process.
+_NAMED = {
+    "test": re.compile(
+        r"mark\.product|\b(?:serve: Serve|server: Server|cached: Server|store: Store"
+        r"|(?:template|redis_server|make_redis|shared_redis|exported_embedder|embedder):)"
+    ),
+    "proofs": re.compile(r"mark\.proof"),
+}
 # Selections that go across the tiers, and what a file needs to say to have tests in them.
 _ACROSS = {"isa": "pytest.mark.isa", "properties": "hypothesis"}
 _guarded = False
@@ -61,8 +69,9 @@ def selected(item: pytest.Item, tier: str) -> bool:
     return tier_of(item) == tier
 
 
+@functools.cache
 def unneeded(path: Path, tier: str) -> bool:
-    """Whether no test of a file can be in the tier, judged by its text: importing the file may take seconds."""
+    """Whether no test of a file can be in the tier, judged by its text: importing all files takes seconds."""
     if path.suffix != ".py" or not path.name.startswith("test_"):
         return False
     relative = path.relative_to(ROOT).as_posix()
@@ -74,6 +83,8 @@ def unneeded(path: Path, tier: str) -> bool:
     text = path.read_text()
     if tier in _ACROSS:
         return _ACROSS[tier] not in text
+    if tier in _NAMED and not _NAMED[tier].search(text):
+        return True
     found = _FILE_MARK.search(text)
     return found is not None and tier not in _MARKED[found[1]]
 
@@ -99,8 +110,20 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def _ensure_found(items: list[pytest.Item]) -> None:
+    """Raises where a tier would lose tests, since `unneeded` skips their file. The tier `check` calls this, since it
+    imports all files that are judged by a name."""
+    for item in items:
+        if (tier := tier_of(item)) in _NAMED and unneeded(item.path, tier):
+            raise pytest.UsageError(
+                f"{item.nodeid} is in `{tier}`, and no name in its file says so: see tests/tiers.py"
+            )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if tier := config.getoption("--tier"):
+        if tier == "check":
+            _ensure_found(items)
         config.hook.pytest_deselected(items=[item for item in items if not selected(item, tier)])
         items[:] = [item for item in items if selected(item, tier)]
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from engine.api import Objection
 from engine.errors import Unsupported
 from engine.execution import eager
-from engine.execution.graphs import batch, decode
+from engine.execution.graphs import batch, decode, portable
 from engine.execution.graphs.prefill import GraphPrefill
 from engine.execution.router import Capacity, Role, StepOptions
 from engine.execution.speculation import eager_executor
@@ -63,7 +63,8 @@ EXECUTORS: tuple[ExecutorEntry, ...] = (
     ExecutorEntry(Role.VERIFY, "graph", verify.why_not, verify.CapturedSpeculation, optional=True, ask=verify.ask),
     ExecutorEntry(Role.FEW, "graph", decode.why_not, decode.GraphDecode, ask=decode.ask),
     ExecutorEntry(Role.PROMPTS, "graph", many_tokens.why_not, GraphPrefill, ask=lambda one: GraphPrefill(one).ask()),
-    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=batch.ask),
+    ExecutorEntry(Role.MANY, "graph", batch.why_not, batch.Batched, ask=lambda one: batch.steps(one).ask()),
+    ExecutorEntry(Role.MANY, "portable", portable.why_not, portable.make, ask=portable.ask),
     ExecutorEntry(Role.DRAFTED, "eager", lambda parts: None, eager_executor.Speculation, optional=True),
     ExecutorEntry(Role.EAGER, "eager", lambda parts: None, eager.Eager),
 )

@@ -44,6 +44,8 @@ class ModelRunner:
         """Follows a recorded `assignment`; shares of executors that are not in use are eager's."""
         self._sequences.apply(plan)
         self._constraints.begin(plan)
+        if self._group is not None:
+            self._group.began(plan)
         routed = self._router.assign(plan, self._options)
         assignment = routed if assignment is None else assignment
         results: dict[int, RowResult] = {}
@@ -52,6 +54,8 @@ class ModelRunner:
                 results |= self._executors.get(share.executor, self._executors[Role.EAGER]).run(share, self._options)
         followed = self._constraints.follow(plan.rows, results)
         self._sequences.append(plan.rows, followed)
+        if self._group is not None:
+            self._group.followed(plan.rows, followed)
         return StepResult(followed, assignment)
 
     def meanwhile(self, piece: Callable[[], bool]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from engine.constraints.constraints import Constraints
 from engine.execution.poller import IdleWork
 from engine.execution.speculation.draft_model import DraftModel
 from engine.kernels.build import BuildError, GpuKernels, Kernels, why_no_gpu
+from engine.kernels.exchange import RankSums
 from engine.kv.kv_cache import KvCache
 from engine.kv.page_transfer import RankGroup
 from engine.linear.chosen import ChosenProducts
@@ -23,6 +25,8 @@ from engine.model.transformer import Transformer
 from engine.sampling.sampler import Sampler
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import CUDA_BATCH_TOKENS
+
+T = TypeVar("T")
 
 
 class Unfit(Exception):
@@ -53,6 +57,7 @@ class Parts:
     gpu: GpuKernels = field(default_factory=GpuKernels)
     idle_work: IdleWork = field(default_factory=IdleWork)
     group: RankGroup | None = None  # of a split model
+    sums: RankSums | None = None  # likewise, where its ranks reach each other's memory
 
     @property
     def step_weights(self) -> tuple[StepWeights, str | None]:
@@ -63,6 +68,10 @@ class Parts:
     @property
     def kernels(self) -> Kernels:
         return self.gpu.open(self.model.placement.device)
+
+    def led(self, device: T) -> T:
+        """Returns the device through which a pipeline drives all ranks of a split model."""
+        return device if self.group is None else self.group.led(device)
 
 
 @contextmanager
@@ -85,4 +94,7 @@ def why_no_kernels(parts: Parts) -> str | None:
     if parts.model.placement.device.type == "meta":
         return None
     installed = find_spec("cuda") is not None and find_spec("cuda.core") is not None
-    return why_no_gpu(parts.model.placement.device) or (None if installed else "cuda.core is not installed")
+    objection = why_no_gpu(parts.model.placement.device) or (None if installed else "cuda.core is not installed")
+    if objection is None and parts.group is not None and parts.sums is None:
+        return parts.group.why_no_sums
+    return objection

@@ -177,8 +177,8 @@ struct Partial {
         for (int j = 0; j < kSpans; ++j) {
             const Quad a = widen(load_eight(stage, g, 4 * j + t)), b = widen(load_eight(stage, g + 8, 4 * j + t));
             const u32 low[4] = {a.r[0], b.r[0], a.r[1], b.r[1]}, high[4] = {a.r[2], b.r[2], a.r[3], b.r[3]};
-            mma(s, low, q[j].r[0], q[j].r[1]);
-            mma(more, high, q[j].r[2], q[j].r[3]);
+            multiply_add(s, low, q[j].r[0], q[j].r[1]);
+            multiply_add(more, high, q[j].r[2], q[j].r[3]);
         }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
@@ -200,7 +200,7 @@ struct Partial {
 #pragma unroll
                 for (int p = 0; p < 4; ++p) out[b][p][c] *= kept, out[b][p][c + 2] *= kept;
         }
-        const u32 p0 = transpose8x8(pack_bf16(s[0], s[1])), p1 = transpose8x8(pack_bf16(s[2], s[3]));
+        const u32 p0 = transpose8x8(pack_operands(s[0], s[1])), p1 = transpose8x8(pack_operands(s[2], s[3]));
         const u8* values = stage + kHalf;
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
@@ -216,7 +216,7 @@ struct Partial {
             for (int p = 0; p < 4; ++p) {
                 const u32 a[4] = {beside(v[0].w, v[1].w, 2 * p), beside(v[0].w, v[1].w, 2 * p + 1),
                                   beside(v[2].w, v[3].w, 2 * p), beside(v[2].w, v[3].w, 2 * p + 1)};
-                mma(out[b][p], a, p0, p1);
+                multiply_add(out[b][p], a, p0, p1);
             }
         }
     }
@@ -238,7 +238,7 @@ struct Partial {
             for (int b = 0; b < kBlocks; ++b) {
                 Quad q;
 #pragma unroll
-                for (int p = 0; p < 4; ++p) q.r[p] = pack_bf16(out[b][p][c] * f, out[b][p][c + 2] * f);
+                for (int p = 0; p < 4; ++p) q.r[p] = pack_operands(out[b][p][c] * f, out[b][p][c + 2] * f);
                 const int h = 2 * t + c, d = b * 64 + g * 8;
                 if constexpr (OP_ORDER == kBf16) {
                     *reinterpret_cast<Quad*>(to.pair(h, d)) = q;
@@ -318,7 +318,7 @@ __device__ __forceinline__ void merge(const float* outs, const Float2* sums, int
         if (h < heads)
 #pragma unroll
             for (int e = 0; e < kEach; ++e)
-                *to.pair(h, 2 * (e * 32 + lane)) = pack_bf16(all[h][e].x / sum[h], all[h][e].y / sum[h]);
+                *to.pair(h, 2 * (e * 32 + lane)) = pack_operands(all[h][e].x / sum[h], all[h][e].y / sum[h]);
 }
 
 }  // namespace

@@ -119,7 +119,8 @@ class BatchAttention:
     def attend(
         self, layer: LayerAttention, queries: torch.Tensor, out: torch.Tensor, order: Format = Format.BF16
     ) -> Launch:
-        """queries bfloat16 [rows, heads, dim] → out bfloat16 [rows, heads · dim], columns in the order named."""
+        """queries bfloat16, or float16 as pages then are, [rows, heads, dim] → out [rows, heads · dim], columns in the
+        order named."""
         if layer.window != self.window:
             raise ValueError(f"a layer with window {layer.window} and a plan for {self.window}")
         held = self.workspace
@@ -143,9 +144,12 @@ class BatchAttention:
         each = layer.keys.element_size()
         shared = self.grid.warps * self.grid.stages * stage_bytes(self.heads, each)
         shape = Shape((self.grid.blocks, 1, 1), self.grid.warps * 32, shared)
-        return prepare(self._kernel("attend", order, each, shared), shape, {**values, **CHAIN})
+        half = queries.dtype == torch.float16
+        return prepare(self._kernel("attend", order, each, shared, half), shape, {**values, **CHAIN})
 
-    def _kernel(self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0) -> Kernel:
+    def _kernel(
+        self, entry: str, order: Format = Format.BF16, each: int = 2, shared: int = 0, half: bool = False
+    ) -> Kernel:
         """`each`: bytes of a key's or value's number."""
         defines = {
             "OP_Q_HEADS": self.heads.queries,
@@ -156,5 +160,6 @@ class BatchAttention:
             "OP_LEAST": self.grid.least,
             "OP_ORDER": int(order),
             "OP_KV_BYTES": each,
+            "OP_F16": int(half),
         }
         return self.library.kernel("batch_attention", entry, defines, shared)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.kernels.build import Kernel
+from engine.kernels.build import Kernel, Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,15 @@ def _plain(value: Argument) -> Any:
 class Enqueues(Protocol):
     def enqueue(self, launches: Iterable[Launch]) -> None:
         """Each launch sees what those before it wrote."""
+
+
+class Launches(Protocol):
+    """Makes launches of its library's kernels and enqueues them in order."""
+
+    library: Kernels
+    launcher: Enqueues
+
+    def go(self, launch: Launch) -> None: ...
 
 
 class Unlaunched:

@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels import tiling
 from engine.kernels.build import Kernels
+from engine.kernels.exchange import NO_CHANNELS, Channels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
@@ -66,10 +67,14 @@ class ResidualUpdate:
     bias: torch.Tensor | None = None  # float32 [hidden]
 
 
-def linear_residual(library: Kernels, update: ResidualUpdate, matrix: Matrix, how: Tiling) -> Launch:
-    """Adds x · Wᵀ + bias to target.residual, and prepares the next norm."""
-    target = update.target
-    defines = matrix_defines(matrix, update.x.shape[0], how) | {"OP_ROWS": matrix.rows}
+def linear_residual(
+    library: Kernels, update: ResidualUpdate, matrix: Matrix, how: Tiling, channels: Channels | None = None
+) -> Launch:
+    """Adds x · Wᵀ + bias to target.residual, and prepares the next norm. `channels`: adds those of all ranks."""
+    target, batch = update.target, update.x.shape[0]
+    defines = matrix_defines(matrix, batch, how) | {"OP_ROWS": matrix.rows}
+    if channels is not None:
+        defines |= channels.defines()
     values: dict[str, Argument] = {
         "x": update.x,
         "bias": update.bias,
@@ -77,6 +82,7 @@ def linear_residual(library: Kernels, update: ResidualUpdate, matrix: Matrix, ho
         "residual": target.residual,
         "normed": target.scaled,
         "squares": target.squares,
+        **(channels.values(tiling.blocks(matrix, how), batch * 8 * how.block_tiles) if channels else NO_CHANNELS),
     }
     return matrix_launch(library, "linear_residual", defines, values, matrix, how)
 

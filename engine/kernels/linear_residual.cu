@@ -1,5 +1,7 @@
 // residual += x · Wᵀ, then what the next norm needs: bf16(residual · gain) and the sums of squares of every eight values.
-// The attention output and the MLP's down projection.
+// The attention output and the MLP's down projection. Of a split model, each rank multiplies its columns, and the sums of
+// all ranks are added.
+#include "exchange.cuh"
 #include "gemv.cuh"
 
 static_assert(OP_ROWS % 8 == 0, "rows");
@@ -10,7 +12,8 @@ constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a t
 
 extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     linear_residual(const u16* x, const u8* weights, const u32* scales, const float* row_scale, const float* bias,
-                    const float* gain, float* residual, u16* normed, float* squares, int trigger) {
+                    const float* gain, float* residual, u16* normed, float* squares, const u64* inboxes, u32* counts, int rank,
+                    int half, int room, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
     if (trigger == 0) let_next_start();
@@ -46,27 +49,40 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     }
     g.start_x();
     residuals(g.first_tile);
+    const Exchange exchange(inboxes, counts, rank, half, room);
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
         g.group();
+        float v[kEach];
+        auto mine = [&](int i) {
+            const int o = threadIdx.x + i * kConsumers;
+            return o / G::kRows < OP_BATCH && first + o % G::kRows / 8 < g.last_tile;
+        };
+        auto slot = [&](int i) { return (first - g.first_tile) * 8 * OP_BATCH + int(threadIdx.x) + i * kConsumers; };
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int o = threadIdx.x + i * kConsumers;
+            v[i] = mine(i) ? g.total(o / G::kRows, o % G::kRows) * scale[i] + offset[i] : 0.f;
+            if (OP_RANKS > 1 && mine(i)) exchange.send(slot(i), __float_as_uint(v[i]));
+        }
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
-            const bool mine = m < OP_BATCH && first + n / 8 < g.last_tile;
-            float v = 0.f;
-            if (mine) {
-                v = g.total(m, n) * scale[i] + offset[i] + before[i];
-                residual[u64(m) * OP_ROWS + row] = v;
-                normed[u64(m) * OP_ROWS + row] = to_bf16(v * next_gain[i]);
+            if (mine(i)) {
+                if (OP_RANKS > 1) v[i] = exchange.sum(slot(i), v[i]);
+                v[i] += before[i];
+                residual[u64(m) * OP_ROWS + row] = v[i];
+                normed[u64(m) * OP_ROWS + row] = to_bf16(v[i] * next_gain[i]);
             }
-            float square = v * v;  // eight lanes in a row hold one tile of one batch row
+            float square = v[i] * v[i];  // eight lanes in a row hold one tile of one batch row
 #pragma unroll
             for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
-            if (mine && n % 8 == 0) squares[m * Map::kTiles + row / 8] = square;
+            if (mine(i) && n % 8 == 0) squares[m * Map::kTiles + row / 8] = square;
         }
         if constexpr (G::kGroups > 1) {
             if (first + OP_TILES < g.last_tile) constants(first + OP_TILES), residuals(first + OP_TILES);
         }
         g.next_group();
     }
+    if (OP_RANKS > 1 && threadIdx.x == 0) exchange.end();
 }

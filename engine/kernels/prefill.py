@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
+from engine.kernels.exchange import NO_CHANNELS, Channels
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
@@ -72,21 +73,33 @@ def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tenso
     return _of_stream(library, "embed", stream, values, split=False)
 
 
-def add_norm(library: Kernels, product: ProductParts, gain: torch.Tensor, stream: Stream) -> Launch:
-    """stream.residual += product; stream.x = its norm."""
+def add_norm(
+    library: Kernels, product: ProductParts, gain: torch.Tensor, stream: Stream, channels: Channels | None = None
+) -> Launch:
+    """stream.residual += product; stream.x = its norm. `channels`: adds the products of all ranks."""
+    tokens, hidden = stream.residual.shape
     values: dict[str, Argument] = {
         "gain": gain,
         "residual": stream.residual,
         "x": stream.x,
         "eps": stream.eps,
         **product.values(),
+        **(channels.values(tokens, hidden // 2) if channels else NO_CHANNELS),
     }
-    return _of_stream(library, "add_norm", stream, values, split=product.split)
+    return _of_stream(library, "add_norm", stream, values, channels.defines() if channels else {}, split=product.split)
 
 
-def _of_stream(library: Kernels, entry: str, stream: Stream, values: dict[str, Argument], *, split: bool) -> Launch:
+def _of_stream(
+    library: Kernels,
+    entry: str,
+    stream: Stream,
+    values: dict[str, Argument],
+    further: dict[str, int] | None = None,
+    *,
+    split: bool,
+) -> Launch:
     tokens, hidden = stream.residual.shape
-    defines = {"OP_COLUMNS": hidden, "OP_SLICES": int(split), "OP_ORDER": int(stream.order)}
+    defines = {"OP_COLUMNS": hidden, "OP_SLICES": int(split), "OP_ORDER": int(stream.order), **(further or {})}
     kernel = library.kernel("prefill_stream", entry, defines)
     return prepare(kernel, Shape((tokens, 1, 1), _THREADS), {**values, **CHAIN})
 

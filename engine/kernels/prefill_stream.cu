@@ -1,5 +1,6 @@
 // The residual stream of a chunk of tokens: embedded, or moved on by a product, and normed for the product that follows.
 // A block a token.
+#include "exchange.cuh"
 #include "order.cuh"
 #include "parts.cuh"
 
@@ -64,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_norm(const u8* product, const float* bias, int slices, const float* gain, float* residual, u16* x, float eps,
-             int trigger) {
+             const u64* inboxes, u32* counts, int rank, int half, int room, int trigger) {
     if (trigger == 0) let_next_start();
     const Gains gains(gain);
     wait_for_previous();
@@ -75,12 +76,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u64 row = u64(m) * OP_COLUMNS;
     Float2* kept = reinterpret_cast<Float2*>(residual + row) + threadIdx.x;
     Float2 v[kEach] = {};
+    auto has = [&](int i) { return column + i * 2 * kThreads < OP_COLUMNS; };
+    const Exchange exchange(inboxes, counts, rank, half, room);
+    u32 own[kEach];  // of a split model: this rank's part of the sum, which all ranks round alike
+    if constexpr (OP_RANKS > 1) {
+        parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            own[i] = pack_bf16(v[i].x, v[i].y);
+            if (has(i)) exchange.send(threadIdx.x + i * kThreads, own[i]);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-        if (column + i * 2 * kThreads < OP_COLUMNS) v[i] = load_shared_state(kept + i * kThreads);
-    parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
+        if (has(i)) v[i] = load_shared_state(kept + i * kThreads);
+    if constexpr (OP_RANKS > 1) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i)
+            if (has(i)) {
+                const Float2 all = exchange.sum_pairs(threadIdx.x + i * kThreads, own[i]);
+                v[i].x += all.x, v[i].y += all.y;
+            }
+    } else {
+        parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
+    }
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
-        if (column + i * 2 * kThreads < OP_COLUMNS) kept[i * kThreads] = v[i];
+        if (has(i)) kept[i * kThreads] = v[i];
     norm(v, gains, eps, x);
+    if (OP_RANKS > 1 && threadIdx.x == 0) exchange.end();
 }

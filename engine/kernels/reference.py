@@ -91,6 +91,42 @@ def attend_rows(
     return out
 
 
+def join(
+    residual: torch.Tensor,
+    fresh: torch.Tensor | None,
+    fresh_gain: torch.Tensor | None,
+    gain: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the residual stream with `fresh` added, normed if there is a gain for it, and the norm of the stream."""
+    if fresh is not None:
+        fresh = fresh.to(residual.dtype)
+        residual = residual + (fresh if fresh_gain is None else rms_norm(fresh, fresh_gain, eps))
+    return residual, residual if gain is None else rms_norm(residual, gain, eps)
+
+
+def turned_heads(
+    qkv: torch.Tensor, heads: Heads, gains: torch.Tensor | None, angles: torch.Tensor, eps: float, *, together: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Splits one row into queries [heads, dim], keys [kv_heads, dim], normed by gains [heads + kv_heads, dim] and
+    rotated, and values. `together`: all queries are normed as one, and all keys."""
+    queries, keys, values = torch.split(qkv.view(-1, heads.dim), [heads.queries, heads.keys, heads.keys])
+    if gains is not None:
+        first, rest = gains[: heads.queries].to(qkv.dtype), gains[heads.queries :].to(qkv.dtype)
+        if together:
+            queries = rms_norm(queries.flatten(), first.flatten(), eps).view_as(queries)
+            keys = rms_norm(keys.flatten(), rest.flatten(), eps).view_as(keys)
+        else:
+            queries, keys = rms_norm(queries, first, eps), rms_norm(keys, rest, eps)
+    return rotate(queries, angles), rotate(keys, angles), values
+
+
+def gate(product: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    """activation(gate) · up, of gates then ups."""
+    gates, ups = product.chunk(2, -1)
+    return (functional.gelu(gates, approximate="tanh") if gelu else functional.silu(gates)) * ups
+
+
 def plan_rows(
     lengths: list[int], items: int, warps: int, least: int, window: int | None
 ) -> tuple[int, list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:

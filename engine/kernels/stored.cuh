@@ -1,6 +1,7 @@
 // How keys and values lie in their pages: bf16, or e4m3 without a scale, as OP_KV_BYTES says. Products are of bf16 either
 // way, or with e4m3 of f16 where the includer defines KEPT_AS_F16; both hold every e4m3 exactly. Newer GPUs have an
-// instruction that makes f16 of e4m3, where bf16 takes five; f16 it is where one waits for each instruction.
+// instruction that makes f16 of e4m3, where bf16 takes five; f16 it is where one waits for each instruction. Where OP_F16
+// is set, all that is bf16 otherwise is f16, in pages too.
 #pragma once
 #include "common.cuh"
 
@@ -17,7 +18,10 @@ struct alignas(8 * kKvBytes) Eight {  // values of a head that lie side by side
     u32 w[2 * kKvBytes];
 };
 
-#if OP_KV_BYTES == 1 && defined(KEPT_AS_F16)
+#ifndef OP_F16
+#define OP_F16 0
+#endif
+#if OP_F16 || (OP_KV_BYTES == 1 && defined(KEPT_AS_F16))
 constexpr bool kOfF16 = true;
 #else
 constexpr bool kOfF16 = false;
@@ -83,7 +87,7 @@ __device__ __forceinline__ u32 beside(const u32 (&a)[WORDS], const u32 (&b)[WORD
 }
 
 __device__ __forceinline__ float stored_to_float(Stored v) {
-    return kKvBytes == 2 ? bf16_to_float(u16(v)) : operand_to_float(u16(widen_two(v, 0u, 0, 4)));
+    return operand_to_float(kKvBytes == 2 ? u16(v) : u16(widen_two(v, 0u, 0, 4)));
 }
 
 // ---- what is put there -------------------------------------------------------------------------------------------------
@@ -97,10 +101,10 @@ __device__ __forceinline__ u32 to_e4m3(float v) {
     return sign | (bits < 0x3C800000u ? denormal : normal);  // 2^-6
 }
 
-__device__ __forceinline__ Stored to_stored(float v) { return Stored(kKvBytes == 2 ? u32(to_bf16(v)) : to_e4m3(v)); }
+__device__ __forceinline__ Stored to_stored(float v) { return Stored(kKvBytes == 2 ? pack_operands(v, 0.f) : to_e4m3(v)); }
 __device__ __forceinline__ void store_two(Stored* to, float low, float high) {
     if constexpr (kKvBytes == 2)
-        *reinterpret_cast<u32*>(to) = pack_bf16(low, high);
+        *reinterpret_cast<u32*>(to) = pack_operands(low, high);
     else
         *reinterpret_cast<u16*>(to) = u16(to_e4m3(low) | to_e4m3(high) << 8);
 }

@@ -77,9 +77,7 @@ def choose(
     """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up). `shared`: bytes that a block may ask
     for, which never change the order of a sum."""
     unit = 2 if pairs else 1
-    block_tiles = unit * _ceil(_ceil(matrix.rows, 8), multiprocessors * unit)
-    if block_tiles > _MOST_TILES:
-        block_tiles = 4 * _ceil(block_tiles, 4)
+    block_tiles = tiles_of_block(matrix.rows, multiprocessors, unit)
     tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
     warps, depth = divide(matrix, warps)
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
@@ -87,6 +85,11 @@ def choose(
     whole = stages * size <= min(_WHOLE_BYTES, room) and stages <= MOST_STAGES
     ring = stages if whole else min(max(2, min(_STREAM_BYTES, room) // size), stages, MOST_STAGES)
     return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW, whole)
+
+
+def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
+    found = unit * _ceil(_ceil(rows, 8), multiprocessors * unit)
+    return found if found <= _MOST_TILES else 4 * _ceil(found, 4)
 
 
 def divide(matrix: Matrix, warps: int) -> tuple[int, int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from cache.api import BlockLayout
 from engine.kv.kv_cache import KvCache
-from engine.scheduling.plan import PageAccess
+from engine.scheduling.plan import PageAccess, Row, RowResult, StepPlan
 from engine.settings import PAGE_SIZE
+
+T = TypeVar("T")
 
 
 class PoolPages:
@@ -58,6 +61,19 @@ class PoolPages:
 
 class RankGroup(Protocol):
     """The other ranks of a split model."""
+
+    @property
+    def why_no_sums(self) -> str:
+        """Returns why kernels do not add up over ranks; empty where they do."""
+
+    def led(self, device: T) -> T:
+        """Returns the device through which a pipeline drives those of all ranks."""
+
+    def began(self, plan: StepPlan) -> None:
+        """Is called before the launches of a step."""
+
+    def followed(self, rows: Items[Row], results: Mapping[int, RowResult]) -> None:
+        """Is called with what the step brought."""
 
     @property
     def pages(self) -> PageAccess:

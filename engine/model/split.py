@@ -1,8 +1,9 @@
 """Splits a model over ranks: which heads, channels and tokens of the vocabulary each of them has. No torch.
 
 Queries, keys and values, gate and up are split by outputs, the products behind them by inputs, whose sums the ranks add
-up. Where there are fewer heads of keys than ranks, several ranks hold the same head. Embedding and head are split by
-tokens, in parts of a multiple of eight, of which the last one may be smaller.
+up. Where there are fewer heads of keys than ranks, several ranks hold the same head. On CPUs, embedding and head are
+split by tokens, in parts of a multiple of eight, of which the last one may be smaller; on GPUs each rank has them
+whole, so that each chooses a token by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Part:
 
     rank: int = 0
     ranks: int = 1
+    splits_vocabulary: bool = True  # else each rank has embedding and head whole
 
     def span(self, size: int) -> Span:
         """Returns the equal share of an axis that the ranks divide."""
@@ -39,6 +41,8 @@ class Part:
 
     def vocabulary(self, size: int) -> Span:
         """Returns the rank's tokens of the vocabulary; empty where there are too few for all ranks."""
+        if not self.splits_vocabulary:
+            return _all(size)
         each = -(-size // (self.ranks * _UNIT)) * _UNIT
         return Span(min(self.rank * each, size), min((self.rank + 1) * each, size), size)
 
@@ -65,8 +69,8 @@ def slices(config: ModelConfig, part: Part) -> Slices:
     found: dict[str, LinearSlice] = {}
     form = layer_form(config)
     tokens, hidden = part.vocabulary(config.vocab_size), _all(config.hidden_size)
-    for prefix in (EMBEDDING.removesuffix(".weight"), HEAD):
-        found[prefix] = LinearSlice(tokens, hidden)
+    if part.splits_vocabulary:
+        found |= {prefix: LinearSlice(tokens, hidden) for prefix in (EMBEDDING.removesuffix(".weight"), HEAD)}
     queries, keys = (_by_head(span, config) for span in (part.span(config.heads), part.kv_heads(config)))
     inner = part.span(config.intermediate_size)
     for index in range(config.layers):

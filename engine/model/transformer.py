@@ -75,9 +75,7 @@ class Transformer:
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         """Hidden states [sampled, hidden] before the last norm, float32. Writes keys and values to the cache."""
-        x = self._embedded(step.token_ids)
-        if self._embedding_scale != 1.0:
-            x.mul_(self._embedding_scale)
+        x = self.embedded(step.token_ids)
         spans = step.attention.spans
         if self.fused and self._few_rows is not None and self._few_rows.takes(spans, cache):
             self._few_rows.forward(x, spans, step.positions, step.slots, cache)
@@ -85,10 +83,13 @@ class Transformer:
             self._eager.forward(x, Tokens(step.positions, step.slots, step.attention, cache))
         return x if step.sampled is None else x.index_select(0, step.sampled)
 
-    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._exchange is None:
-            return functional.embedding(ids, self.weights.embedding).float()
-        return embedded(ids, self.weights.embedding, self.config.vocab_size, self._exchange)
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [tokens] → float32 [tokens, hidden], scaled."""
+        if self._exchange is None or not self._exchange.part.splits_vocabulary:
+            x = functional.embedding(ids, self.weights.embedding).float()
+        else:
+            x = embedded(ids, self.weights.embedding, self.config.vocab_size, self._exchange)
+        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32; of a split model on the first rank, which gives the others its
@@ -96,10 +97,11 @@ class Transformer:
         if self.fused and self._few_rows is not None and hidden.shape[0] <= MOST_ROWS:
             return self._few_rows.logits(hidden)
         weights = self.weights
-        if self._exchange is not None:
+        split = self._exchange is not None and self._exchange.part.splits_vocabulary
+        if split and self._exchange is not None:
             hidden = self._exchange.share(hidden.contiguous())
         own = weights.head(weights.norm(hidden).to(self.placement.activations.dtype)).float()
-        if self._exchange is None:
+        if not split or self._exchange is None:
             return own
         whole = whole_logits(own, self.config.vocab_size, self._exchange)
         return own if whole is None else whole

@@ -15,12 +15,13 @@ from msgspec.structs import replace
 from engine.api import ModelInfo
 from engine.constraints.constraints import Constraints
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.registry import EXECUTORS, ExecutorEntry, choose
+from engine.execution.registry import EXECUTORS, ExecutorChoice, ExecutorEntry, choose
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.fake import plain_request
 from engine.kernels.build import BuildError, GpuKernels, default_cache, open_library
 from engine.kernels.context import keep_little
+from engine.kernels.peers import NoPeers
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import Room, make_room
 from engine.linear import DenseLinear, Placement
@@ -31,6 +32,7 @@ from engine.loading.border import AGAIN
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
+from engine.model.layers import few_rows_weights
 from engine.model.layers.parallel import RankExchange
 from engine.model.rope import rope_tables
 from engine.model.split import WHOLE, Part, why_not_split
@@ -51,16 +53,19 @@ from engine.worker.hardware import (
     pick_ranks,
     pick_threads,
     pick_walkers,
+    why_no_peers,
     with_pages,
 )
-from engine.worker.mirror import Others, Split
+from engine.worker.mirror import FirstRank, Others, Split
 from engine.worker.offers import SWITCHES, proposers_of, unused
+from engine.worker.peer_memory import open_sums
 from engine.worker.ranks import Ranks
-from engine.worker.required_kernels import KernelQuery, required_kernels
+from engine.worker.required_kernels import KernelQuery, most_tokens, required_kernels
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import dense_tensors
 
 _log = logging.getLogger(__name__)
+PAYS_FROM = 3 << 30  # bytes of weights for each further GPU: with fewer, exchanges take what the split saves
 TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
 
 
@@ -72,6 +77,7 @@ class PreparedModel:
     weight_format: str
     config: ModelConfig  # of the whole model, of which the parts may be one rank's
     weights_bytes: int  # of all ranks
+    split: Split | None = None
 
 
 class Membership(Protocol):
@@ -106,7 +112,8 @@ def _kernels(settings: EngineSettings, what: Loading, draft: Loading | None) -> 
         return GpuKernels()
     memory = torch.cuda.get_device_properties(device).total_memory
     own = None if draft is None else (draft.config, draft.form)
-    library.compile_ahead(required_kernels(settings, KernelQuery(what.config, what.form, library.gpu, memory, own)))
+    query = KernelQuery(what.own_config, what.form, library.gpu, memory, own, what.part.ranks)
+    library.compile_ahead(required_kernels(settings, query))
     return GpuKernels(library)
 
 
@@ -148,12 +155,30 @@ def prepare(
 def _started(settings: EngineSettings) -> Ranks | None:
     """Starts the other ranks of a model that is to be split. Raises InvalidModel or Unsupported before any is."""
     device = pick_device(settings.device)
-    ranks = pick_ranks(settings.tensor_parallel, device)
-    if ranks == 1:
+    if settings.tensor_parallel == "auto" and device.type == "cpu":
         return None
     config, form = read_folder(Path(settings.model), settings.quantization)
-    require_split(settings.model, config, form.on(device.type), ranks)
-    return Ranks(settings, ranks)
+    form = form.on(device.type)
+    ranks = pick_ranks(settings.tensor_parallel, device, lambda ranks: pays(settings, config, form, ranks))
+    if ranks == 1:
+        return None
+    if settings.draft_model is not None and device.type == "cuda":
+        raise Unsupported(f"tensor-parallel {ranks}: a draft model is for one GPU; leave out draft-model, or use 1")
+    require_split(settings.model, config, form, ranks)
+    return Ranks(settings, ranks, on_gpus=device.type == "cuda")
+
+
+def pays(settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int) -> bool:
+    """Returns whether a model should be split over so many GPUs where nothing else was asked for."""
+    if settings.draft_model is not None or why_not_split(config, form.in_memory, ranks) is not None:
+        return False
+    return why_no_peers(ranks) is None and weight_bytes(config, form) >= PAYS_FROM * (ranks - 1)
+
+
+def weight_bytes(config: ModelConfig, form: FolderFormat, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Returns about how many bytes the weights take."""
+    item = 0.5 if form.in_memory is not None else dtype.itemsize  # bytes a weight, or somewhat more
+    return int(item * sum(math.prod(shape) for shape in dense_tensors(config).values()))
 
 
 def require_split(model: str, config: ModelConfig, form: FolderFormat, ranks: int) -> None:
@@ -188,7 +213,7 @@ def _prepare(
             drafting = None
             if draft is not None and own is not None:
                 drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
-            split = None if member is None else Split(member.meet(progress), member.others)
+            split = None if member is None else _met(settings, what, member, progress)
             known = constraints or Constraints(settings.model)
             return _assemble(settings, what, loaded, drafting, known, gpu, split)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -197,6 +222,22 @@ def _prepare(
         if not any(sign in str(error) for sign in TOO_LARGE):
             raise
         raise Unsupported(_no_room(folder, device, error)) from error
+
+
+def _met(settings: EngineSettings, what: Loading, member: Membership, progress: Progress) -> Split:
+    exchange, device = member.meet(progress), what.placement.device
+    if device.type == "cpu":
+        return Split(exchange, member.others)
+    reason = why_no_peers(what.part.ranks)
+    if reason is None and settings.decoder != "eager":
+        tokens = most_tokens(settings.max_batch_tokens or _batch_tokens(what.own_config, device))
+        try:
+            return Split(exchange, member.others, open_sums(what.own_config, exchange, device, tokens))
+        except NoPeers as failure:
+            reason = str(failure)
+    if reason is not None and what.part.first:
+        _log.warning("sums over %d GPUs go through NCCL, step by step: %s", what.part.ranks, reason)
+    return Split(exchange, member.others, None, reason or "the eager decoder was asked for")
 
 
 def _loading(
@@ -214,8 +255,8 @@ def _check_size(folder: Path, what: Loading) -> None:
     """Checks sizes before allocating: memory that the system promises and does not have ends the process. Raises
     Unsupported."""
     placement = what.placement
-    item = 0.5 if what.form.in_memory is not None else placement.dtype.itemsize  # bytes a weight, or somewhat more
-    least = int(item * sum(math.prod(shape) for shape in dense_tensors(what.config).values()))
+    ranks = what.part.ranks if placement.device.type == "cuda" else 1  # on a CPU, all share its memory
+    least = weight_bytes(what.config, what.form, placement.dtype) // ranks
     free = free_bytes(placement.device)
     if least > free:
         raise Unsupported(_no_room(folder, placement.device, f"the weights take {least} bytes, {free} are free"))
@@ -243,7 +284,9 @@ def _assemble(
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    plain = plain_copies(linears, sequences, free_bytes(device)) if device.type == "cuda" else PlainCopies()
+    plain = PlainCopies()
+    if device.type == "cuda":
+        plain = plain_copies(linears, sequences, free_bytes(device), placement.dtype)
     dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
     chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes
@@ -272,9 +315,22 @@ def _assemble(
         draft=draft,
         gpu=gpu,
         group=None if split is None else split.group(pool, what.config),
+        sums=None if split is None else split.sums,
     )
+    if split is not None and split.sums is not None:
+        _agree_on_head(parts, split)
     held = weights.nbytes if split is None else split.total(weights.nbytes)
-    return PreparedModel(parts, room, loaded.digest, loaded.weight_format, what.config, held)
+    return PreparedModel(parts, room, loaded.digest, loaded.weight_format, what.config, held, split)
+
+
+def _agree_on_head(parts: Parts, split: Split) -> None:
+    """Reads the head in two passes on all ranks or on none, since they are to launch the same."""
+    if few_rows_weights.why_not(parts) is not None:
+        return
+    read, reason = parts.step_weights
+    if split.least(int(read.coarse is not None)) == 0 and read.coarse is not None:
+        read, reason = dataclasses.replace(read, coarse=None), "another GPU has no room for a copy of the head"
+    parts.decode.made = read, reason
 
 
 def _room(settings: EngineSettings, what: Loading, sequences: int, beside: int, split: Split | None) -> Room:
@@ -283,7 +339,10 @@ def _room(settings: EngineSettings, what: Loading, sequences: int, beside: int, 
     free = free_bytes(what.placement.device)
     if split is None:
         return room_of_rank(settings, sequences, config, activations, free, beside)
-    room = room_of_rank(settings, sequences, config, activations, split.least(free), beside, what.part.ranks)
+    free = split.least(free)
+    if what.placement.device.type == "cuda":
+        free *= what.part.ranks  # each has a GPU of its own
+    room = room_of_rank(settings, sequences, config, activations, free, beside, what.part.ranks)
     pages, context = split.least(room.pages), split.least(room.max_context)
     return dataclasses.replace(room, pages=pages, max_context=context)
 
@@ -322,17 +381,10 @@ def make_runner(
 ) -> ModelRunner:
     """Chooses and warms executors. Raises Unsupported where the decoder asked for cannot serve."""
     parts, room = prepared.parts, prepared.room
-    choice = choose(settings.decoder, parts, registry)
-    # On a CPU all but one decoder are passed over, as users expect.
-    level = logging.DEBUG if parts.model.placement.device.type == "cpu" else logging.INFO
-    for objection in choice.objections:
-        _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
-    for objection in choice.missing:
-        _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
+    choice = warmed(settings, prepared, progress, registry)
     executors = dict(choice.executors)
-    for executor in executors.values():
-        executor.warmup(progress)
-    parts.gpu.close()
+    if isinstance(parts.group, FirstRank):
+        executors = parts.group.lead(choice)
     config, placement = parts.model.config, parts.model.placement
     info = ModelInfo(
         architecture=config.architecture,
@@ -361,6 +413,32 @@ def make_runner(
         if not getattr(settings, name):
             runner.set_optimization(name, False)
     return runner
+
+
+def warmed(
+    settings: EngineSettings,
+    prepared: PreparedModel,
+    progress: Progress,
+    registry: tuple[ExecutorEntry, ...] = EXECUTORS,
+) -> ExecutorChoice:
+    """Chooses executors and warms them; those of captured steps on all ranks of a split model together. Raises
+    Unsupported where the decoder asked for cannot serve."""
+    parts, split = prepared.parts, prepared.split
+    choice = choose(settings.decoder, parts, registry)
+    # On a CPU all but one decoder are passed over, as users expect.
+    level = logging.DEBUG if parts.model.placement.device.type == "cpu" else logging.INFO
+    for objection in choice.objections:
+        _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
+    for objection in choice.missing:
+        _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
+    together = split is not None and split.sums is not None
+    if split is not None and together:
+        split.agree(f"{choice.decoder}: {', '.join(name for name, _ in choice.executors)}")
+    if together or split is None or split.others is not None:
+        for _, executor in choice.executors:
+            executor.warmup(progress)
+    parts.gpu.close()
+    return choice
 
 
 def _batch_tokens(config: ModelConfig, device: torch.device) -> int:

@@ -32,7 +32,7 @@ from engine.model.transformer import SPLIT, Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
-from engine.worker.build import require_split, room_of_rank
+from engine.worker.build import pays, require_split, room_of_rank
 from engine.worker.draft import read_draft
 from engine.worker.gpu_plan import GpuPlan, make_plan
 from engine.worker.known_gpus import known_gpu
@@ -149,9 +149,13 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
         parts = None if config is None else _parts(config, form, Placement(dtype, device), settings.kv_dtype)
         draft = None if config is None else _draft(settings, config, device)
         report.decoders = _decoders(settings, parts, device)
-        ranks = hardware.pick_ranks(settings.tensor_parallel, device)
+        ranks = hardware.pick_ranks(
+            settings.tensor_parallel, device, lambda ranks: config is not None and pays(settings, config, form, ranks)
+        )
         if config is not None and ranks > 1:
-            report.ranks = _ranks(settings, config, form, ranks, dtype)
+            report.ranks = _ranks(settings, config, form, ranks, dtype, device)
+            if device.type == "cuda" and (reason := hardware.why_no_peers(ranks)) is not None:
+                report.warnings.append(f"sums over {ranks} GPUs go through NCCL, and no step is captured: {reason}")
         if parts is not None:
             report.model = _model(settings, form, parts, draft, digest, report)
             report.optimizations = _switches(parts, report)
@@ -281,7 +285,9 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
     if graph is None or not graph.chosen:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
-        if report.ranks:
+        if any(one.chosen and one.name == "portable" for one in report.decoders):
+            reasons |= {"graphs": None, "fused_kernels": None, "speculation": reasons["graphs"]}
+        elif report.ranks:
             reasons["fused_kernels"] = SPLIT
         elif report.device == "cpu":
             reasons["fused_kernels"] = why_not_few_rows(
@@ -315,7 +321,7 @@ def _draft(settings: EngineSettings, config: ModelConfig, device: torch.device) 
 
 
 def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> list[Option]:
-    verifier = Role.VERIFY if chosen == "graph" else chosen
+    verifier = Role.VERIFY if chosen == "graph" else chosen if chosen == "eager" else None
     no_draft = NO_DRAFT if draft is None else None
     if parts is not None and draft is not None and verifier == Role.VERIFY:
         no_draft = few_rows_weights.why_not(draft)
@@ -334,12 +340,17 @@ def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: 
 
 
 def _ranks(
-    settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int, dtype: torch.dtype
+    settings: EngineSettings,
+    config: ModelConfig,
+    form: FolderFormat,
+    ranks: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[RankReport]:
     """Returns what each process of a split model holds. Raises Unsupported for one that cannot be split."""
     require_split(settings.model, config, form, ranks)
     found = []
-    for part in (Part(rank, ranks) for rank in range(ranks)):
+    for part in (Part(rank, ranks, splits_vocabulary=device.type != "cuda") for rank in range(ranks)):
         tokens = part.vocabulary(config.vocab_size).size
         own = replace(own_config(config, part), vocab_size=tokens)
         size = shape_weights(own, form, dtype).nbytes
@@ -360,6 +371,8 @@ def _model(
     check(folder, config, form)
     size = sum(one.weights_bytes for one in report.ranks) or parts.model.weights.nbytes
     free = hardware.free_bytes(placement.device)
+    if placement.device.type == "cuda":
+        free *= len(report.ranks) or 1  # of all GPUs, about
     needed = size + (0 if draft is None else draft.model.weights.nbytes)
     if needed > free:
         raise Unsupported(f"{folder}: the weights take {needed} bytes, {free} are free; use a smaller model or device")

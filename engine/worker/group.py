@@ -7,21 +7,26 @@ which listens on the loopback interface alone and meets in a file of a folder th
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 import torch
 from torch import distributed
 
+from engine.execution.pipeline import MorePages
+from engine.execution.router import StepOptions
 from engine.ipc.framing import FrameReader, encode
 from engine.model.split import Part
+from engine.scheduling.plan import Share, StepPlan
 from engine.settings import EngineSettings
 
 _LOOPBACK: Final = "127.0.0.1"
+_NCCL: Final = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}  # no open port, no NVLink multicast
 _CHUNK: Final = 1 << 20  # bytes
 _Message = Any
 
@@ -32,6 +37,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
     settings: EngineSettings
     rank: int
     ranks: int
+    on_gpus: bool
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -70,6 +76,84 @@ class PingRank(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Asks for `PongRank`, which is sent once all earlier messages have been obeyed."""
 
 
+class BeginStep(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Applies a plan to the table of sequences, before launches of that step."""
+
+    plan: StepPlan
+
+
+class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Appends what a step brought: slot and tokens of each sequence."""
+
+    rows: list[tuple[int, tuple[int, ...]]]
+
+
+class WrittenRow(NamedTuple):
+    """A `RowState`, which the sequence in `slot` completes."""
+
+    slot: int
+    position: int
+    last_position: int
+    unreported: tuple[int, ...]
+    most_drafts: int
+
+
+class WriteRows(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """`Rewrite` of a device for few rows."""
+
+    device: int
+    rows: list[WrittenRow]
+    number: int
+
+
+class ExtendRow(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """`MorePages` of a device for few rows."""
+
+    device: int
+    pages: MorePages
+
+
+class EnteredRow(NamedTuple):
+    """A `BatchRow`, which the sequence in `slot` completes."""
+
+    slot: int
+    at: int  # its index
+    first: int
+    last: int
+    pages: int
+
+
+class ChangeRows(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """`Changes` of a device for many rows."""
+
+    device: int
+    left: tuple[int, ...]
+    entered: list[EnteredRow]
+    paged: tuple[MorePages, ...]
+    moved: tuple[tuple[int, int], ...]
+
+
+class LaunchSteps(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """`StepLaunch` of a device. `masks`: of a half step that chooses tokens; `layers`: of one that does not."""
+
+    device: int
+    longest: int
+    steps: int
+    group: int
+    rows: int
+    options: StepOptions
+    layers: bool = False
+    masks: dict[int, bytes] | None = None
+
+
+class FeedPrompts(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Computes a share of prompts, in passes of these costs by their sizes."""
+
+    share: Share
+    options: StepOptions
+    costs: dict[int, float]
+
+
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
     pass
 
@@ -85,8 +169,25 @@ class PongRank(msgspec.Struct, frozen=True, array_like=True, tag=3):
     pass
 
 
-Order = Join | Meet | Forward | Logits | ReadPages | WritePages | PingRank  # first rank → others
-Reply = RankLoaded | RankRefused | PongRank  # others → first rank
+class RankReady(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Reports that the rank obeys orders. Until then it may be silent for long."""
+
+
+Mirrored = (
+    Forward
+    | Logits
+    | ReadPages
+    | WritePages
+    | BeginStep
+    | AppendTokens
+    | WriteRows
+    | ExtendRow
+    | ChangeRows
+    | LaunchSteps
+    | FeedPrompts
+)
+Order = Join | Meet | PingRank | Mirrored  # first rank → others
+Reply = RankLoaded | RankRefused | PongRank | RankReady  # others → first rank
 
 
 class RankLink:
@@ -159,3 +260,39 @@ class Gloo:
         found = [torch.empty_like(x) for _ in range(self._part.ranks)] if self._part.first else []
         self._group.gather([found] if found else [], [x], options).wait()
         return found or None
+
+
+def join(part: Part, folder: Path, timeout: float, *, on_gpus: bool) -> Gloo:
+    """Waits for the other ranks. RuntimeError where they cannot be reached."""
+    found = Nccl(part, folder, timeout) if on_gpus else Gloo(part, folder, timeout)
+    found.sum(torch.zeros(1))  # a rank that is connected to this one may still read addresses of others
+    return found
+
+
+class Nccl(Gloo):
+    """An `RankExchange` between GPUs of one machine. What lies on a GPU is added up there; all else goes over gloo."""
+
+    def __init__(self, part: Part, folder: Path, timeout: float) -> None:
+        super().__init__(part, folder, timeout)
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
+        torch_distributed: Any = distributed
+        store = torch_distributed.FileStore(str(folder / "gpus"), part.ranks)
+        kind = torch_distributed.ProcessGroupNCCL
+        options = kind.Options()
+        options._timeout = timedelta(seconds=timeout)
+        self._gpus: Any = kind(store, part.rank, part.ranks, options)
+        self.sum(torch.zeros(1, device="cuda"))  # connects
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return super().sum(x)
+        self._gpus.allreduce([x]).wait()
+        return x
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(super().share(x.cpu()))
+
+    def collect(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """Leaves the tensors in the host's memory."""
+        return super().collect(x.cpu())

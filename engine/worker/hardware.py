@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +22,7 @@ _PROMPT_SECONDS = 0.25
 # Multiplications and additions a cycle of a multiprocessor in sixteen bits, from a compute capability on.
 _OPERATIONS: Final = {(8, 0): 2048, (8, 6): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
 _CYCLES, _REACHED = 1.5e9, 0.6  # a second under load; the share of it all that a whole pass reaches
+MOST_GPUS: Final = 8  # that a model is split over where nothing else was asked for
 HIDE: Final = "CPU_HIDE_FEATURES"  # environment variable: flags of /proc/cpuinfo, with commas, to treat as absent
 
 
@@ -81,15 +84,29 @@ def dtype_of_gpu(stated: str | None, quantized: bool) -> torch.dtype:
     return torch.bfloat16 if quantized else torch.float32 if stated is None else DTYPES[stated]
 
 
-def pick_ranks(wanted: TensorParallel, device: torch.device) -> int:
-    """Returns over how many processes a model is split; auto: one. Raises Unsupported."""
-    ranks = 1 if wanted == "auto" else wanted
-    if ranks > 1 and device.type == "cuda":
-        raise Unsupported(
-            f"tensor-parallel {ranks}: is for CPUs so far, since no captured step of a GPU is launched on several;"
-            " use 1, or a replica per GPU"
-        )
-    return ranks
+def pick_ranks(wanted: TensorParallel, device: torch.device, useful: Callable[[int], bool]) -> int:
+    """Returns over how many processes a model is split. auto: one on a CPU; as many GPUs as there are and are of use.
+    Raises Unsupported."""
+    there = torch.cuda.device_count() if device.type == "cuda" else sys.maxsize
+    if wanted == "auto":
+        if device.type != "cuda":
+            return 1
+        return next((ranks for ranks in range(min(there, MOST_GPUS), 1, -1) if useful(ranks)), 1)
+    if wanted > there:
+        raise Unsupported(f"tensor-parallel {wanted}: {there} GPUs are visible; use fewer processes")
+    return wanted
+
+
+def why_no_peers(ranks: int) -> str | None:
+    """Returns why the first `ranks` GPUs do not reach each other's memory."""
+    kinds = {torch.cuda.get_device_properties(at).name for at in range(ranks)}
+    if len(kinds) > 1:
+        return f"the GPUs are of different kinds ({', '.join(sorted(kinds))})"
+    for one in range(ranks):
+        for other in range(ranks):
+            if one != other and not torch.cuda.can_device_access_peer(one, other):
+                return f"GPU {one} does not reach the memory of GPU {other}"
+    return None
 
 
 def pick_threads(wanted: int | None) -> int:

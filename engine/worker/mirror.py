@@ -1,19 +1,25 @@
 """The device of a split model: what the first rank computes, the others compute too.
 
-The first rank sends them an order for each pass, each product with the head, and pages to read or write. All else,
-from plans and sampling to constraints and drafts, is the first rank's alone, so that no choice differs between ranks.
+The first rank sends them an order for each pass in torch, each product with the head, each launch of captured steps
+(`engine.worker.launches`), and pages to read or write. All else, from plans to constraints, is the first rank's alone,
+so that no choice that depends on time differs between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 
+from engine.errors import EngineFailed
+from engine.execution.registry import Executor, ExecutorChoice
+from engine.kernels.exchange import RankSums
 from engine.kv.kv_cache import KvCache
 from engine.kv.page_transfer import PoolPages, RankGroup
 from engine.linear import Placement
@@ -23,10 +29,14 @@ from engine.model.layers.parallel import RankExchange, whole_heads
 from engine.model.rope import RopeTables
 from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Weights
-from engine.worker.group import Forward, Logits, Order, ReadPages, WritePages
+from engine.scheduling.plan import PageAccess, Row, RowResult, StepPlan
+from engine.scheduling.sequence_state import SequenceTable
+from engine.worker.group import BeginStep, Forward, Logits, Mirrored, Order, ReadPages, WritePages
+from engine.worker.launches import FollowedSteps, LedSteps, Steps, led_prompts, prompts_of, tokens_of
 from quant.checkpoint.config import ModelConfig
 
 _ERROR_LENGTH: Final = 160  # characters of an error
+T = TypeVar("T")
 
 
 class Others(Protocol):
@@ -68,12 +78,15 @@ class LeadingTransformer(Transformer):
     ) -> None:
         super().__init__(config, weights, ropes, placement, exchange)
         self._others = others
+        self._exchange_of_ranks = exchange
 
     def forward(self, step: StepInput, cache: KvCache) -> torch.Tensor:
         with _mirrored(self._others, _order(step)):
             return super().forward(step, cache)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self._exchange_of_ranks.part.splits_vocabulary:  # this rank has the head whole
+            return super().logits(hidden)
         with _mirrored(self._others, Logits(hidden.shape[0])):
             return super().logits(hidden)
 
@@ -107,26 +120,34 @@ def collected(pool: KvCache, pages: Items[int], kv_heads: int, exchange: RankExc
 
 def distributed(pool: KvCache, pages: Items[int], kv_heads: int, exchange: RankExchange, content: torch.Tensor) -> None:
     """Writes the rank's heads of pages. `content`: bytes of all heads; of the first rank's, the others get a copy."""
-    part, shape, dtype = exchange.part, pool.shape, pool.placement.dtype
+    part, shape, dtype, device = exchange.part, pool.shape, pool.placement.dtype, pool.placement.device
     exchange.share(content)
     whole = content.view(len(pages), shape.layers, 2, kv_heads, -1, shape.head_dim * dtype.itemsize)
     first = part.rank * kv_heads // part.ranks
-    own = whole[:, :, :, first : first + shape.kv_heads].contiguous().view(dtype)
-    pool.write_pages(torch.tensor(pages, device=pool.placement.device), own)
+    own = whole[:, :, :, first : first + shape.kv_heads].contiguous().view(dtype).to(device)
+    pool.write_pages(torch.tensor(pages, device=device), own)
 
 
 class Follower:
     """Executes the orders of the first rank on another one."""
 
-    def __init__(self, model: Transformer, pool: KvCache, config: ModelConfig, exchange: RankExchange) -> None:
-        """`config`: of the whole model."""
+    def __init__(
+        self,
+        model: Transformer,
+        pool: KvCache,
+        config: ModelConfig,
+        exchange: RankExchange,
+        steps: FollowedSteps | None = None,
+    ) -> None:
+        """`config`: of the whole model. `steps`: None where nothing is captured."""
+        self._steps = steps
         self._model = model
         self._pool = pool
         self._config = config
         self._exchange = exchange
         self._windows = tuple(dict.fromkeys(config.windows))
 
-    def obey(self, order: Order) -> None:
+    def obey(self, order: Mirrored) -> None:
         """Is called in torch's inference mode."""
         kv_heads = self._config.kv_heads
         match order:
@@ -140,6 +161,10 @@ class Follower:
                 shape = replace(self._pool.shape, kv_heads=kv_heads)
                 content = torch.empty(len(pages) * shape.page_bytes(self._pool.placement.dtype), dtype=torch.uint8)
                 distributed(self._pool, pages, kv_heads, self._exchange, content)
+            case _ if self._steps is not None:
+                self._steps.obey(order)
+            case _:
+                raise EngineFailed(f"this rank cannot obey {type(order).__name__}")
 
     def _step(self, order: Forward) -> StepInput:
         device = self._model.placement.device
@@ -165,16 +190,58 @@ def _integers(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstRank:
+class FirstRank:
     """A `RankGroup` of the first rank."""
 
-    pages: SplitPages
-    others: Others
+    def __init__(self, pages: SplitPages, others: Others, why_no_sums: str) -> None:
+        self.pages: PageAccess = pages
+        self.why_no_sums = why_no_sums
+        self._others = others
+        self._devices = 0
+
+    def led(self, device: T) -> T:
+        number, self._devices = self._devices, self._devices + 1
+        own: Any = device
+        return cast(T, LedSteps(number, own, partial(_mirrored, self._others)))
+
+    def lead(self, choice: ExecutorChoice) -> dict[str, Executor]:
+        """Returns the executors, each of which the other ranks follow."""
+        return led_prompts(dict(choice.executors), partial(_mirrored, self._others))
+
+    def began(self, plan: StepPlan) -> None:
+        if self._devices:
+            self._others.send(BeginStep(plan))
+
+    def followed(self, rows: Items[Row], results: Mapping[int, RowResult]) -> None:
+        if self._devices:
+            self._others.send(tokens_of(rows, results))
 
     def close(self) -> None:
         """Ends the other ranks."""
-        self.others.close()
+        self._others.close()
+
+
+class OtherRank:
+    """A `RankGroup` of a rank that follows the first one."""
+
+    def __init__(self, pool: KvCache, why_no_sums: str) -> None:
+        self.pages: PageAccess = PoolPages(pool)
+        self.why_no_sums = why_no_sums
+        self._devices: list[Steps] = []
+
+    def led(self, device: T) -> T:
+        own: Any = device
+        self._devices.append(own)
+        return device
+
+    def steps(self, choice: ExecutorChoice, sequences: SequenceTable) -> FollowedSteps:
+        return FollowedSteps(sequences, self._devices, prompts_of(dict(choice.executors)))
+
+    def began(self, plan: StepPlan) -> None: ...
+
+    def followed(self, rows: Items[Row], results: Mapping[int, RowResult]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +250,8 @@ class Split:
 
     exchange: RankExchange
     others: Others | None  # None: this is not the first rank
+    sums: RankSums | None = None  # of captured steps
+    why_no_sums: str = "on CPUs, nothing is captured"
 
     def model(self, what: Loading, weights: Weights, ropes: RopeTables) -> Transformer:
         """Returns this rank's transformer."""
@@ -191,11 +260,18 @@ class Split:
             return Transformer(config, weights, ropes, placement, self.exchange)
         return LeadingTransformer(config, weights, ropes, placement, self.exchange, self.others)
 
-    def group(self, pool: KvCache, config: ModelConfig) -> RankGroup | None:
-        """Returns what the first rank has of the others. `config`: of the whole model."""
+    def group(self, pool: KvCache, config: ModelConfig) -> RankGroup:
+        """Returns what this rank has of the others. `config`: of the whole model."""
         if self.others is None:
-            return None
-        return _FirstRank(SplitPages(pool, config.kv_heads, self.exchange, self.others), self.others)
+            return OtherRank(pool, self.why_no_sums)
+        pages = SplitPages(pool, config.kv_heads, self.exchange, self.others)
+        return FirstRank(pages, self.others, self.why_no_sums)
+
+    def agree(self, what: str) -> None:
+        """Raises EngineFailed where not all ranks have the same text, whose launches would wait for each other."""
+        number = zlib.crc32(what.encode())
+        if self.least(number) != -self.least(-number):
+            raise EngineFailed(f"the ranks differ: this one has {what}")
 
     def least(self, number: int) -> int:
         """Returns the least of all ranks' numbers."""

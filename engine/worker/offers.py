@@ -38,7 +38,7 @@ KERNELS_TRIAL: Mapping[str, object] = {
 
 def trial_of(entry: ExecutorEntry) -> Mapping[str, object]:
     """The config.json of the model on which the executor is compared with eager."""
-    return KERNELS_TRIAL if entry.decoder == "graph" else PLAIN_TRIAL
+    return PLAIN_TRIAL if entry.decoder == "eager" else KERNELS_TRIAL
 
 
 # The switches of executors; `batching` is the scheduler's.

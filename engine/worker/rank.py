@@ -15,17 +15,28 @@ from pathlib import Path
 import torch
 
 from engine.errors import InvalidModel, Unsupported
-from engine.execution.step_state import Parts
 from engine.ipc.frames import as_path
 from engine.loading.progress import Progress
 from engine.log_lines import use_json
 from engine.model.layers.parallel import RankExchange
 from engine.model.split import Part
-from engine.worker.build import prepare
-from engine.worker.group import Gloo, Join, Meet, Order, PingRank, PongRank, RankLink, RankLoaded, RankRefused
-from engine.worker.mirror import Follower
+from engine.settings import EngineSettings
+from engine.worker.build import PreparedModel, prepare, warmed
+from engine.worker.group import (
+    Join,
+    Meet,
+    Order,
+    PingRank,
+    PongRank,
+    RankLink,
+    RankLoaded,
+    RankReady,
+    RankRefused,
+    join,
+)
+from engine.worker.launches import FollowedSteps
+from engine.worker.mirror import Follower, OtherRank
 from engine.worker.parent import bound_to_parent
-from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.errors import BadFile
 
 _log = logging.getLogger(__name__)
@@ -51,30 +62,45 @@ def main() -> int:
 
 
 def _serve(link: RankLink) -> int:
-    join = link.receive()
-    assert isinstance(join, Join)
-    settings = join.settings
+    given = link.receive()
+    assert isinstance(given, Join)
+    settings = given.settings
     logging.getLogger().setLevel(settings.log_level.upper())
     if settings.log_format == "json":
         use_json("rank")
-    member = Member(link, Part(join.rank, join.ranks), settings.hang_timeout)
+    member = Member(link, given)
+    if given.on_gpus:
+        torch.cuda.set_device(given.rank)
     try:
-        prepared = prepare(settings, lambda stage, done, total: None, member=member)
+        prepared = prepare(settings, _quiet, member=member)
     except (InvalidModel, Unsupported, BadFile) as error:
         link.send(RankRefused("unsupported" if isinstance(error, Unsupported) else "invalid_model", str(error)))
         return 2
-    member.obey(prepared.parts, prepared.config)
+    member.obey(prepared, _steps(settings, prepared))
     return 0
+
+
+def _quiet(stage: str, done: int, total: int) -> None:
+    pass
+
+
+def _steps(settings: EngineSettings, prepared: PreparedModel) -> FollowedSteps | None:
+    """Captures what the first rank captures. None where it captures nothing."""
+    if prepared.parts.sums is None:
+        return None
+    choice = warmed(settings, prepared, _quiet)
+    assert isinstance(prepared.parts.group, OtherRank)
+    return prepared.parts.group.steps(choice, prepared.parts.sequences)
 
 
 class Member:
     """A rank's view of its group."""
 
-    def __init__(self, link: RankLink, part: Part, timeout: float) -> None:
-        self.part = part
+    def __init__(self, link: RankLink, given: Join) -> None:
+        self.part = Part(given.rank, given.ranks, splits_vocabulary=not given.on_gpus)
         self.others = None  # for this rank to lead
         self._link = link
-        self._timeout = timeout
+        self._given = given
         self._exchange: RankExchange | None = None
 
     def meet(self, progress: Progress) -> RankExchange:
@@ -82,14 +108,16 @@ class Member:
         self._link.send(RankLoaded())
         meet = self._link.receive()
         assert isinstance(meet, Meet)
-        exchange = self._exchange = Gloo(self.part, Path(meet.folder), self._timeout)
-        exchange.sum(torch.zeros(1))
+        timeout, on_gpus = self._given.settings.hang_timeout, self._given.on_gpus
+        exchange = self._exchange = join(self.part, Path(meet.folder), timeout, on_gpus=on_gpus)
         return exchange
 
-    def obey(self, parts: Parts, config: ModelConfig) -> None:
+    def obey(self, prepared: PreparedModel, steps: FollowedSteps | None) -> None:
         """Obeys orders until the first rank has gone: then raises EOFError."""
         assert self._exchange is not None
-        follower = Follower(parts.model, parts.pool, config, self._exchange)
+        parts = prepared.parts
+        follower = Follower(parts.model, parts.pool, prepared.config, self._exchange, steps)
+        self._link.send(RankReady())
         with torch.inference_mode():
             while True:
                 order = self._link.receive()

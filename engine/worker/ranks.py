@@ -22,13 +22,23 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.loading.progress import Progress
 from engine.model.split import Part
 from engine.settings import EngineSettings
-from engine.worker.group import Gloo, Join, Meet, Order, PingRank, RankLink, RankLoaded, RankRefused, Reply
+from engine.worker.group import (
+    Gloo,
+    Join,
+    Meet,
+    Order,
+    PingRank,
+    RankLink,
+    RankLoaded,
+    RankReady,
+    RankRefused,
+    Reply,
+    join,
+)
 
 _log = logging.getLogger(__name__)
 _LOOKS: Final = 16  # at the others in a hang timeout; one is found hung in the last of them
@@ -41,10 +51,18 @@ class Ranks:
     """Ranks 1 and up, as the first one has them. Is made on the thread that lives as long as the process, since the
     kernel ends them with it."""
 
-    def __init__(self, settings: EngineSettings, ranks: int, lost: Callable[[int], None] | None = None) -> None:
-        """`lost`: is called once where the group cannot go on, with the signal that ended a rank, or 0; None: this
-        process ends at once, in the same way."""
-        self.part = Part(0, ranks)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        ranks: int,
+        lost: Callable[[int], None] | None = None,
+        *,
+        on_gpus: bool = False,
+    ) -> None:
+        """`on_gpus`: each rank has the GPU of its number. `lost`: is called once where the group cannot go on, with the
+        signal that ended a rank, or 0; None: this process ends at once, in the same way."""
+        self.part = Part(0, ranks, splits_vocabulary=not on_gpus)
+        self._on_gpus = on_gpus
         self._timeout = settings.hang_timeout
         self._ended = _exit if lost is None else lost
         self._closing = threading.Event()
@@ -53,7 +71,7 @@ class Ranks:
         self._others: list[_Other] = []
         try:
             for rank in range(1, ranks):
-                self._others.append(_Other(settings, rank, ranks))
+                self._others.append(_Other(settings, rank, ranks, on_gpus))
         except BaseException:
             self.close()
             raise
@@ -76,8 +94,7 @@ class Ranks:
         folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
         try:
             self.send(Meet(str(folder)))
-            exchange = Gloo(self.part, folder, self._timeout)
-            exchange.sum(torch.zeros(1))  # a rank that is connected to this one may still read addresses of others
+            exchange = join(self.part, folder, self._timeout, on_gpus=self._on_gpus)
         except RuntimeError as error:
             raise EngineFailed(f"the ranks could not meet: {error}") from error
         finally:
@@ -127,7 +144,7 @@ class Ranks:
                     if one.link.fileno() in came:
                         silent[at] = 0
                         self._hear(one)
-            silent = [looks + 1 for looks in silent]
+            silent = [looks + 1 if one.idle() else 0 for looks, one in zip(silent, self._others, strict=True)]
             for at, looks in enumerate(silent):
                 if looks >= _LOOKS:
                     self.lost(f"rank {self._others[at].rank} gave no sign of life for {self._timeout:g} s")
@@ -141,7 +158,8 @@ class Ranks:
 
     def _hear(self, one: _Other) -> None:
         try:
-            one.link.receive()
+            if isinstance(one.link.receive(), RankReady):
+                one.ready = True
         except (EOFError, OSError):
             if not self._closing.is_set():
                 self.lost(f"rank {one.rank} has ended{one.how()}")
@@ -150,13 +168,21 @@ class Ranks:
 class _Other:
     """The process of one rank."""
 
-    def __init__(self, settings: EngineSettings, rank: int, ranks: int) -> None:
+    def __init__(self, settings: EngineSettings, rank: int, ranks: int, on_gpus: bool) -> None:
         ours, theirs = socket.socketpair()
         self.rank = rank
+        self.ready = False
+        self._worked: str | None = None
         self.link = RankLink(ours, Reply)
         with theirs:
             self.process = _launch(theirs.fileno())
-        self.link.send(Join(settings, rank, ranks))
+        self.link.send(Join(settings, rank, ranks, on_gpus))
+
+    def idle(self) -> bool:
+        """Returns whether the rank should have answered: it obeys orders, or computed nothing since it was last
+        looked at."""
+        before, self._worked = self._worked, _processor_time(self.process.pid)
+        return self.ready or before == self._worked
 
     def wait_loaded(self, working: Callable[[], None]) -> None:
         """Waits for the rank to load; calls `working` while it computes."""

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from scipy.stats import binomtest
 
 from bench.replay import LruBlocks, interval, lines, replay_cosine, replay_exact, replay_prefix, replay_semantic
 from bench.workloads import Labelled, TraceRequest, read_blocks, read_labelled
@@ -124,6 +123,8 @@ def test_the_anchor_serves_false_ones(embedder: ModelEmbedder) -> None:
 
 @pytest.mark.parametrize(("count", "total"), [(0, 150), (1, 40), (20, 40), (7, 7)])
 def test_intervals_are_wilsons(count: int, total: int) -> None:
+    from scipy.stats import binomtest  # a second that other tests need not pay
+
     expected = binomtest(count, total).proportion_ci(0.95, "wilson")
     assert interval(count, total) == pytest.approx((expected.low, expected.high), abs=1e-4)
     assert interval(0, 0) == (0.0, 1.0)

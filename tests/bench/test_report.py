@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ FIGURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, figures in FIGURES.items():
         result = Result(name, {"model": "<script>alert(1)</script>"}, figures, {}, "abc", "a CPU")
@@ -67,6 +73,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("no_matplotlib")
 def test_every_bench_has_its_section(folder: Path) -> None:
     text = report.write(folder).read_text()
     for name in ("roofline", "Load against latency", "Ladder", "Peers", "Acceptance", "95 % certainty", "Memory"):
@@ -75,8 +82,10 @@ def test_every_bench_has_its_section(folder: Path) -> None:
     assert "vllm is missing: pip install vllm" in text
     assert "Of 100 prompt tokens 96 were found" in text
     assert text.count("<svg") >= 14
+    assert not list(folder.glob("*.png"))
 
 
+@pytest.mark.usefixtures("no_matplotlib")
 def test_nothing_foreign_is_in_the_page_and_markup_is_text(folder: Path) -> None:
     text = report.write(folder).read_text()
     assert "<script" not in text
@@ -98,7 +107,7 @@ def test_an_empty_value_leaves_a_gap() -> None:
     assert report.svg(chart).count("<circle") == 1
 
 
-def test_pictures_where_matplotlib_is(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
+@pytest.mark.product  # matplotlib starts fc-list
+def test_pictures(folder: Path) -> None:
     report.write(folder)
     assert len(list(folder.glob("*.png"))) >= 14

@@ -106,7 +106,7 @@ TRIALS = [
     pytest.param(
         (entry, device, kept),
         marks=pytest.mark.gpu if device == "cuda" else pytest.mark.proof if kept == "fp8" else (),
-        id=f"{entry.name}-{device}" + "-fp8" * (kept == "fp8"),
+        id="portable-" * (entry.decoder == "portable") + f"{entry.name}-{device}" + "-fp8" * (kept == "fp8"),
     )
     for device in ("cpu", "cuda")
     for entry in EXECUTORS

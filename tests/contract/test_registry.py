@@ -42,8 +42,8 @@ def test_the_last_executor_has_no_objection(plain: tuple[EngineSettings, Prepare
     parts = plain[1].parts
     assert EAGER.name == "eager"
     assert EAGER.why_not(parts) is None
-    assert len({entry.name for entry in EXECUTORS}) == len(EXECUTORS)
-    assert [entry.decoder for entry in leaders()] == ["graph", "eager"]
+    assert len({(entry.decoder, entry.name) for entry in EXECUTORS}) == len(EXECUTORS)
+    assert [entry.decoder for entry in leaders()] == ["graph", "portable", "eager"]
     assert EAGER.make(parts).capacity == Capacity()
 
 

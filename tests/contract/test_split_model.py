@@ -39,12 +39,14 @@ def constrained(asked: list[GenerationRequest]) -> list[GenerationRequest]:
     return [structs.replace(one, constraint=None if at % 2 else Constraint("")) for at, one in enumerate(asked)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.proof)])
-def test_its_ids_are_those_of_one_process(ranks: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "count"), [(2, 8), *(pytest.param(ranks, 16, marks=pytest.mark.proof) for ranks in (2, 4))]
+)
+def test_its_ids_are_those_of_one_process(ranks: int, count: int, folder: Path) -> None:
     """With prompts in chunks, rows that lose their pages, drafts and constraints."""
     chosen = settings(folder, **GIVEN)
     whole = make_runner(chosen, prepare(chosen, nothing, counting(320)), nothing, (EAGER,))
-    asked, long = constrained(requests(16)), alone()
+    asked, long = constrained(requests(count)), alone()
     expected = {one: generate(whole, [one], 128, 512)[one.request_id].ids for one in (*asked, *long)}
     whole.close()
     split, threads = split_runner(folder, ranks, counting(320), (DRAFTED, EAGER), **GIVEN)

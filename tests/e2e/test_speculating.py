@@ -21,7 +21,7 @@ SCORED = "import os\nimport sys\n\n\ndef main(path):\n    return os.path.join(pa
 STREAMS = 6
 
 
-@pytest.fixture(scope="module", params=["demo", "demo-awq"])
+@pytest.fixture(scope="module", params=["demo", pytest.param("demo-awq", marks=pytest.mark.proof)])
 def stub(request: pytest.FixtureRequest, serve: Serve) -> Iterator[GenerationServiceStub]:
     flags = ("--device=cpu", "--dtype=float32", "--scheduler.threads=1", "--optimizations.response-cache=false")
     with (

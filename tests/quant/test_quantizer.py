@@ -224,6 +224,7 @@ def test_a_write_that_fails_loses_at_most_its_layer(source, unstopped, tmp_path,
     assert (out / "model.safetensors").read_bytes() == (unstopped[0] / "model.safetensors").read_bytes()
 
 
+@pytest.mark.proof
 def test_a_job_without_a_layer_gives_way_to_other_options(source, unstopped, tmp_path):
     with pytest.raises(Stop):
         quantize(source, tmp_path / "out", small(source, group=128), StopAt("layers", 0))

@@ -106,32 +106,38 @@ class Streams:
         return self.ends
 
 
-def test_a_rank_that_dies_or_hangs_ends_its_group_and_another_one_serves(serve: Serve) -> None:
-    with serve(*SPLIT, f"--engine.hang-timeout={HANG}") as server:
-        expected = served(server)
-        assert len(expected) == 12
-        for sent in (signal.SIGKILL, signal.SIGSTOP):
-            engine, ranks = server.engine_pid(), rank_pids(server)
-            assert len(ranks) == 1
-            streams = Streams(server)
-            os.kill(ranks[0], sent)
-            assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
-            wait_for(partial(ended, engine, *ranks))
-            assert served(server) == expected
-        engine, ranks = server.engine_pid(), rank_pids(server)
-        assert server.stop() == 0
-        wait_for(lambda: not any(map(running, (engine, *ranks))))
+def strike(server: Server, sent: signal.Signals) -> None:
+    """Sends a signal to the second rank while streams run: the streams and the group end, and another group serves."""
+    expected, engine, ranks = served(server), server.engine_pid(), rank_pids(server)
+    assert len(expected) == 12
+    assert len(ranks) == 1
+    streams = Streams(server)
+    os.kill(ranks[0], sent)
+    assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
+    wait_for(partial(ended, engine, *ranks))
+    assert served(server) == expected
 
 
-def test_a_front_that_dies_leaves_no_rank_behind(serve: Serve) -> None:
+def test_a_rank_that_dies_ends_its_group_and_a_front_that_dies_leaves_none_behind(serve: Serve) -> None:
     with serve(*SPLIT) as server:
+        strike(server, signal.SIGKILL)
         held = (*server.engine_pids(), *rank_pids(server))
         assert len(held) == 2
         server.process.kill()
         server.process.wait(PATIENCE)
-        wait_for(lambda: not any(map(running, held)))
+        wait_for(partial(ended, *held))
 
 
+@pytest.mark.proof
+def test_a_rank_that_hangs_ends_its_group_and_a_stop_ends_all(serve: Serve) -> None:
+    with serve(*SPLIT, f"--engine.hang-timeout={HANG}") as server:
+        strike(server, signal.SIGSTOP)
+        held = (*server.engine_pids(), *rank_pids(server))
+        assert server.stop() == 0
+        wait_for(partial(ended, *held))
+
+
+@pytest.mark.proof
 def test_a_model_that_cannot_be_split_is_refused(serve: Serve) -> None:
     with pytest.raises(AssertionError, match="cannot be divided among 3"), serve(*SPLIT, "--tensor-parallel=3"):
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Rows
 from functools import partial
 from typing import Any
@@ -18,14 +18,12 @@ from engine.execution.poller import RingPoller
 from engine.execution.router import FEW, Capacity, StepOptions
 from engine.execution.step_state import Parts, making, why_no_kernels
 from engine.kernels import batch_attention
-from engine.kernels import prefill as ops
 from engine.kernels import rows as states
 from engine.kernels.capture import Graphs
 from engine.kernels.ring import all_entries
 from engine.loading.progress import Progress
 from engine.model.layers import many_tokens
-from engine.model.layers.many_tokens import ForwardPass
-from engine.model.layers.token_attention import RowAttention
+from engine.model.layers.token_attention import FusedRows, RowWalk
 from engine.scheduling.plan import RowResult, Share
 from engine.settings import PAGE_SIZE
 
@@ -36,31 +34,23 @@ RING = 2 * MOST_BATCH_AHEAD  # steps whose entries are kept
 class BatchedSteps:
     """A `BatchDevice` whose buckets share one set of row states. Calls go to torch's current stream."""
 
-    def __init__(self, parts: Parts, buckets: tuple[int, ...]) -> None:
-        self._parts = parts
-        self._buckets = buckets
+    def __init__(self, parts: Parts, walk: RowWalk, buckets: tuple[int, ...]) -> None:
+        self._walk = walk
+        self.buckets = buckets
         device, most = parts.model.placement.device, buckets[-1]
-        self._pass = ForwardPass(parts, buckets)
         pages = -(-parts.max_context // PAGE_SIZE)
-        vocabulary = parts.model.config.vocab_size
-        self._rows = RowUpdates(self._pass, vocabulary, most, pages, device)
+        self._vocabulary = parts.model.config.vocab_size
+        self._rows = RowUpdates(walk, self._vocabulary, most, pages, device)
         ring = torch.zeros(RING, most, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._report = states.Report(torch.zeros(1, dtype=torch.int32, device=device), ring)
         self._ring: Any = ring.numpy()
-        self._counts = {rows: torch.tensor([rows, 0], dtype=torch.int32, device=device) for rows in buckets}
-        self._logits = torch.zeros(most, vocabulary, dtype=torch.float32, device=device)
-        grid = batch_attention.grid(self._pass.layout, self._pass.gpu)
-        self._spaces = {
-            window: batch_attention.workspace(self._pass.layout, most, grid, device)
-            for window in dict.fromkeys(parts.model.config.windows)
-        }
         self._graphs = Graphs(device)  # by rows, and whether some ask for the sampling stages
         self._poller = RingPoller()
 
     def warmup(self, progress: Progress) -> None:
         gc.collect()  # a graph that is dropped during a capture would spoil it
-        for done, rows in enumerate(reversed(self._buckets)):
-            progress("batches", done, len(self._buckets))
+        for done, rows in enumerate(reversed(self.buckets)):
+            progress("batches", done, len(self.buckets))
             for sampled in (False, True):
                 # The sampling stages are ours, and need no rehearsal beside the products of as many rows.
                 step = partial(self._step, rows, sampled)
@@ -70,28 +60,22 @@ class BatchedSteps:
         self._report.number.zero_()
         self._report.ring.zero_()
         torch.cuda.synchronize()
-        progress("batches", len(self._buckets), len(self._buckets))
+        progress("batches", len(self.buckets), len(self.buckets))
 
     def ask(self) -> None:
-        for rows in self._buckets:
+        for rows in self.buckets:
             for sampled in (False, True):
                 self._step(rows, sampled)
         self._rows.ask()
 
     def _step(self, rows: int, sampled: bool) -> None:
         """`sampled`: some of these row states ask for the sampling stages."""
-        run, own = self._pass, self._rows.states.first(rows)
-        chunk = ops.Chunk(place=self._counts[rows], tokens=own.token)
-        attention = RowAttention(run, own, self._spaces)
-        for plan in attention.plans():
-            run.go(plan)
-        hidden = run.enqueue(chunk, attention)
-        self._rows.choose(run.logits(hidden, self._logits[:rows]), own, sampled=sampled)
-        run.go(states.finish(run.library, own, self._report))
+        walk, own = self._walk, self._rows.states.first(rows)
+        self._rows.choose(walk.logits(own), own, sampled=sampled)
+        walk.go(states.finish(walk.library, own, self._report))
 
     def update(self, update: Changes) -> None:
-        vocabulary = self._parts.model.config.vocab_size
-        require_known((own.sequence.token_ids[own.first] for own in update.entered), vocabulary)
+        require_known((own.sequence.token_ids[own.first] for own in update.entered), self._vocabulary)
         self._rows.send(update)
 
     def launch(self, launch: StepLaunch) -> None:
@@ -117,13 +101,12 @@ def why_not(parts: Parts) -> str | None:
     return why_no_kernels(parts) or many_tokens.why_not(parts) or batch_attention.why_not(heads)
 
 
-def ask(parts: Parts) -> None:
-    BatchedSteps(parts, _buckets(parts)).ask()
-
-
-def _buckets(parts: Parts) -> tuple[int, ...]:
-    most = next((size for size in BUCKETS if size >= parts.max_sequences), BUCKETS[-1])
-    return tuple(size for size in BUCKETS if size <= most)
+def steps(
+    parts: Parts, walk: Callable[[Parts, tuple[int, ...]], RowWalk] = FusedRows, sizes: tuple[int, ...] = BUCKETS
+) -> BatchedSteps:
+    most = next((size for size in sizes if size >= parts.max_sequences), sizes[-1])
+    sizes = tuple(size for size in sizes if size <= most)
+    return BatchedSteps(parts, walk(parts, sizes), sizes)
 
 
 class Batched:
@@ -132,11 +115,11 @@ class Batched:
     lookahead_tokens = 2 * MOST_BATCH_AHEAD + 1
     max_tokens_per_row = MOST_BATCH_AHEAD
 
-    def __init__(self, parts: Parts) -> None:
-        buckets = _buckets(parts)
+    def __init__(self, parts: Parts, make: Callable[[Parts], BatchedSteps] = steps) -> None:
         with making():
-            self._steps = BatchedSteps(parts, buckets)
-        self._pipeline = BatchPipeline(self._steps, parts.sequences, parts.max_context, buckets)
+            self._steps = make(parts)
+        buckets = self._steps.buckets
+        self._pipeline = BatchPipeline(parts.led(self._steps), parts.sequences, parts.max_context, buckets)
         self.capacity = Capacity(many=buckets[-1])
         self.switches: Mapping[str, str | None] = {"graphs": None, "fused_kernels": None}
 

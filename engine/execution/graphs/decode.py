@@ -287,7 +287,7 @@ class GraphDecode:
                 for first in range(0, min(parts.max_sequences, MOST_PIPELINES * FEW), FEW)
             ]
             self._devices[0].build(BUCKETS[:1])
-        self._pipelines = [Pipeline(device, parts.sequences, parts.max_context) for device in self._devices]
+        self._pipelines = [Pipeline(parts.led(one), parts.sequences, parts.max_context) for one in self._devices]
         self.capacity = Capacity(few=len(self._pipelines))
         self.switches = kernel_switches(why_one_pass)
 
@@ -322,7 +322,7 @@ class Constrained:
             self._steps = MaskedSteps(parts.kernels, read, parts.max_context, parts.max_sequences)
         self._sequences = parts.sequences
         self._constraints = parts.constraints
-        self._pipeline = MaskedPipeline(self._steps, parts.sequences, parts.max_context, self)
+        self._pipeline = MaskedPipeline(parts.led(self._steps), parts.sequences, parts.max_context, self)
         self.capacity = Capacity(masked=BUCKETS[-1])
         self.switches = kernel_switches(why_one_pass)
 

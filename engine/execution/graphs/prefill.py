@@ -121,15 +121,15 @@ class GraphPrefill:
         with making():
             self._graphs = Graphs(parts.model.placement.device)
             sizes = filled(sizes, parts.max_batch_tokens)
-            self._passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
+            self.passes = CapturedPasses(parts, self._graphs, sizes, (MOST_CHUNKS, 1))
             self._one: FirstTokens | None = None  # where the kernels of decode steps read this model
             why_one_pass = few_rows_weights.why_not(parts)
             if why_one_pass is None:
                 read, why_one_pass = parts.step_weights
-                fed = Fed(self._passes.run.ends.residual, self._passes.arrived[1:])
+                fed = Fed(self.passes.run.ends.residual, self.passes.arrived[1:])
                 self._one = FirstTokens(parts.kernels, read, fed, parts.max_sequences, parts.idle_work)
             vocabulary = parts.model.config.vocab_size
-            self._many = ManyFirstTokens(self._passes.run, vocabulary, self._graphs, parts.idle_work)
+            self._many = ManyFirstTokens(self.passes.run, vocabulary, self._graphs, parts.idle_work)
         self.capacity = Capacity(prompts=True)
         self.switches = kernel_switches(why_one_pass)
 
@@ -137,7 +137,7 @@ class GraphPrefill:
         """Raises Unfit where a size cannot be captured."""
         try:
             with making():
-                self._passes.warmup(progress)
+                self.passes.warmup(progress)
                 if self._one is not None:
                     self._one.warmup()
                 self._many.warmup()
@@ -147,7 +147,7 @@ class GraphPrefill:
             raise
 
     def ask(self) -> None:
-        self._passes.ask()
+        self.passes.ask()
         self._many.ask()
 
     def run(self, share: Share, options: StepOptions) -> dict[int, RowResult]:
@@ -155,8 +155,8 @@ class GraphPrefill:
         together: list[tuple[list[Row], int]] = []
         kept: list[tuple[Row, torch.Tensor]] = []  # with the last token's hidden state, normed
         vocabulary = self._parts.model.config.vocab_size
-        for one in passes(share.rows, self._parts.sequences, self._passes.costs, vocabulary):
-            self._passes.replay(one, options)
+        for one in passes(share.rows, self._parts.sequences, self.passes.costs, vocabulary):
+            self.passes.replay(one, options)
             ended = [(at, chunk) for at, chunk in enumerate(one.chunks) if chunk.whole and chunk.row.sample]
             alike = [(at, chunk) for at, chunk in ended if chosen_by_kernels(chunk.sequence)]
             if len(alike) > _FEW:
@@ -168,7 +168,7 @@ class GraphPrefill:
             last = len(one.chunks) - 1
             drawn += self._drawn([end for end in ended if self._draws(end[1])], last, options)
             kept += [
-                (chunk.row, self._passes.run.ends.x[at : at + 1].clone())
+                (chunk.row, self.passes.run.ends.x[at : at + 1].clone())
                 for at, chunk in ended
                 if not self._draws(chunk)
             ]
@@ -185,7 +185,7 @@ class GraphPrefill:
         for at, chunk in ended:
             assert self._one is not None
             if at != known:
-                self._passes.arrived[1].fill_(at + 1)
+                self.passes.arrived[1].fill_(at + 1)
                 known = at
             key = chunk.row.key
             mask = constraints.mask(key) if constraints.constrained(key) else None

@@ -14,8 +14,8 @@ from engine.kernels import batch_sampling
 from engine.kernels import rows as states
 from engine.kernels.batch_sampling import Tables
 from engine.kernels.capture import Mailbox
+from engine.kernels.launch import Launches
 from engine.kernels.prefill import ProductParts
-from engine.model.layers.many_tokens import ForwardPass
 from engine.sampling.noise import seed_key
 from engine.scheduling.sequence_state import SequenceState
 
@@ -104,7 +104,7 @@ def _entering(own: BatchRow, packed: bytes | None) -> states.Entering:
 class RowUpdates:
     """Holds the states of `rows` rows of `pages` pages each. Calls go to torch's current stream."""
 
-    def __init__(self, run: ForwardPass, vocabulary: int, rows: int, pages: int, device: torch.device) -> None:
+    def __init__(self, run: Launches, vocabulary: int, rows: int, pages: int, device: torch.device) -> None:
         self._run = run
         self._vocabulary = vocabulary
         self.states = states.allocate(rows, pages, device)

@@ -96,8 +96,9 @@ class CapturedSpeculation:
         self.switches = {"speculation": None, **kernel_switches(parts.step_weights[1])}
         self._guesser = None if self._behind is None else parts.draft
         self._sequences = parts.sequences
+        whole = parts.sequences, parts.max_context
         self.pipelines = {  # by the most sequences of each
-            most: Pipeline(device, parts.sequences, parts.max_context, buckets=(most,), sizes=(1,), settles=False)
+            most: Pipeline(parts.led(device), *whole, buckets=(most,), sizes=(1,), settles=False)
             for most, device in self._devices.items()
         }
         self._rows: verifying.VerifyingRows | None = None  # until costs are known

@@ -21,6 +21,7 @@ from engine.kernels.attention import (
     scratch,
 )
 from engine.kernels.build import Kernels
+from engine.kernels.exchange import Channels
 from engine.kernels.gpu import LARGEST_SHARED, GpuShape
 from engine.kernels.launch import Launch, Trigger
 from engine.kernels.linear import Normed, ResidualUpdate
@@ -64,6 +65,7 @@ class StepWeights:
     eps: float
     angles: torch.Tensor  # float32 [positions, 2, dim]
     coarse: CoarseCopy | None = None  # of the head
+    channels: Channels | None = None  # to the other ranks of a split model
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +276,12 @@ def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: 
         yield attend.prepare(layer.attention, buffers.qkv, buffers.attended)
         update = ResidualUpdate(buffers.attended, stream, layer.mlp_gain, output.bias)
         how = plan.tiling("output", output.matrix)
-        yield ops.linear_residual(library, update, output.matrix, how)
+        yield ops.linear_residual(library, update, output.matrix, how, weights.channels)
         how = plan.tiling("gate_up", wide.matrix)
         yield ops.gate_up(library, stream, wide.matrix, wide.bias, buffers.inner, how)
         update = ResidualUpdate(buffers.inner, stream, next_gain, down.bias)
         how = plan.tiling("down", down.matrix)
-        yield ops.linear_residual(library, update, down.matrix, how)
+        yield ops.linear_residual(library, update, down.matrix, how, weights.channels)
 
 
 def _choosing(

@@ -69,6 +69,7 @@ def step_weights(parts: Loaded) -> StepWeights:
         heads=heads_of(parts),
         eps=model.config.norm_eps,
         angles=model.rope,
+        channels=None if parts.sums is None else parts.sums.few,
     )
 
 

@@ -13,6 +13,7 @@ from engine.kernels import gemm
 from engine.kernels import prefill as ops
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels, why_no_gpu
+from engine.kernels.exchange import RankSums
 from engine.kernels.launch import Enqueues, Launch, launcher_of
 from engine.kernels.weights import Format
 from engine.kv.kv_cache import KvCache
@@ -43,6 +44,10 @@ class Loaded(Protocol):
 
     @property
     def kernels(self) -> Kernels: ...
+
+    @property
+    def sums(self) -> RankSums | None:
+        """Returns what the ranks of a split model add up by; None: the model is whole."""
 
 
 def why_not(parts: Loaded) -> str | None:
@@ -125,6 +130,7 @@ class ForwardPass:
         self.launcher: Enqueues = launcher_of(parts.model.placement.device)
         self.products = Products(self.library, self.launcher, self.gpu, self.overlap, parts.plain, parts.chosen)
         self.layout = heads_of(parts)
+        self._channels = None if parts.sums is None else parts.sums.many
         self.embedding = Embedding(parts.model.rope, parts.model.config.norm_eps)
         sizes = tuple(sizes)
         room = self._room((*sizes, ends))
@@ -186,7 +192,7 @@ class ForwardPass:
                 attention, buffers = ends.attention, kept
             self._attend_and_gate(layer, own, attention, buffers)
             down = self.products(layer.down, buffers.inner, buffers.product)
-            self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader)))
+            self.go(ops.add_norm(self.library, down, gains[index + 1], self._stream(buffers, reader), self._channels))
         return buffers.x
 
     def logits(self, hidden: torch.Tensor, room: torch.Tensor) -> ops.ProductParts:
@@ -210,5 +216,7 @@ class ForwardPass:
         tokens = buffers.x.shape[0]
         self.go(attention.attend(own, buffers.queries, buffers.attended, products.order(layer.output, tokens)))
         output = products(layer.output, buffers.attended, room)
-        self.go(ops.add_norm(library, output, layer.mlp_norm.weight, self._stream(buffers, layer.gate_up)))
+        self.go(
+            ops.add_norm(library, output, layer.mlp_norm.weight, self._stream(buffers, layer.gate_up), self._channels)
+        )
         products.gated(layer.gate_up, buffers.x, room, buffers.inner, products.order(layer.down, tokens))

@@ -155,23 +155,36 @@ from engine.constraints import bounds
 from tests.engine.constraints.test_bounds import lark_chain, reference_chain
 from llguidance import LLMatcher
 from engine.constraints.vocabulary import read_vocabulary
-units = bounds.MOST_DEPTH * {margin}
-grammar = dict(
-    rules=lambda: LLMatcher.grammar_from_lark(lark_chain(units)),
-    terminals=lambda: LLMatcher.grammar_from_lark(lark_chain(units, '"a" {{}} "b"', "T")),
-    definitions=lambda: LLMatcher.grammar_from_json_schema(json.dumps(reference_chain(units // 3))),
-)[sys.argv[1]]()
-bounds.on_own_stack(lambda: LLMatcher(read_vocabulary("")[0], grammar, log_level=0).compute_bitmask())
+vocabulary = read_vocabulary("")[0]
+grammars = dict(
+    rules=lambda units: LLMatcher.grammar_from_lark(lark_chain(units)),
+    terminals=lambda units: LLMatcher.grammar_from_lark(lark_chain(units, '"a" {} "b"', "T")),
+    definitions=lambda units: LLMatcher.grammar_from_json_schema(json.dumps(reference_chain(units // 3))),
+)
+for kind, margin in json.loads(sys.argv[1]).items():
+    grammar = grammars[kind](bounds.MOST_DEPTH * margin)
+    bounds.on_own_stack(lambda: LLMatcher(vocabulary, grammar, log_level=0).compute_bitmask())
+    print(kind)
 """
 
 
+USUAL, UNLIMITED = 8 * 2**20, -1  # bytes of the main thread's stack
+
+
 @pytest.mark.product
+def test_the_library_survives_twice_the_bound() -> None:
+    survives(dict.fromkeys(MARGINS, 2), USUAL)
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", MARGINS)
-@pytest.mark.parametrize(
-    "stack",
-    [pytest.param(8 * 2**20, id="usual stack"), pytest.param(-1, id="unlimited stack", marks=pytest.mark.proof)],
-)
+@pytest.mark.parametrize("stack", [USUAL, UNLIMITED], ids=["usual stack", "unlimited stack"])
 def test_the_library_survives_many_times_the_bound(kind: str, stack: int) -> None:
+    survives({kind: MARGINS[kind]}, stack)
+
+
+def survives(margins: dict[str, int], stack: int) -> None:
+    """A process of its own compiles grammars of each kind, so many times as deep as the bound."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
@@ -179,10 +192,11 @@ def test_the_library_survives_many_times_the_bound(kind: str, stack: int) -> Non
         pytest.skip("the stack cannot be unlimited here")
 
     done = subprocess.run(
-        [sys.executable, "-c", AT_THE_MARGIN.format(margin=MARGINS[kind]), kind],
+        [sys.executable, "-c", AT_THE_MARGIN, json.dumps(margins)],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_STACK, (stack, hard)),
         capture_output=True,
         check=False,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.decode().split() == list(margins)

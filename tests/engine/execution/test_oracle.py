@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPTS = (5, 40, 17, 33, 64, 3)  # tokens
-NEW = 64
+NEW = 32
 
 
 def make(name: str, folder: Path, **save: object) -> Any:
@@ -168,7 +168,7 @@ def test_logits_and_greedy_ids_equal_transformers(name: str, tmp_path: Path, req
         assert float(error) < 1e-4
 
     # Six at once, prompts in pieces of at most 13 tokens, and too few pages for all of them.
-    driven = drive(runner, [request_of(text, NEW) for text in texts], budget=13, pages=20)
+    driven = drive(runner, [request_of(text, NEW) for text in texts], budget=13, pages=9)
     assert driven.preemptions > 0
     assert driven.answers[0].token_ids == alone.token_ids
     for text, answer in zip(texts, driven.answers, strict=True):

@@ -20,6 +20,7 @@ from engine.kernels import (
     gated_product,
     gemm,
     plain_product,
+    portable,
     prefill,
     sampling,
     speculation,
@@ -39,6 +40,7 @@ from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, first
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
+OTHERS = ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
 KEPT = [torch.bfloat16, torch.uint8]  # keys and values, the second as fp8
 LARGEST_BLOCK, FIXED = 227 << 10, 44 << 10  # bytes of shared memory; what a kernel declares itself, at most
 Compiler = Callable[[str, str, Mapping[str, int], str], bytes]
@@ -218,6 +220,43 @@ def test_attention_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch
     for name, entry, defines, _ in recorder.asked:
         code = compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch)
         assert code.startswith(b"\x7fELF"), entry
+
+
+PORTABLE = [
+    (Heads(4, 1, 256, True), 1152, 6912, portable.OF_HEADS, True),
+    (Heads(9, 3, 64, False), 576, 1536, portable.NO_NORM, False),
+    (Heads(6, 6, 96, True), 4098, 34, portable.OF_ALL, False),
+    (Heads(4, 2, 16, True), 64, 96, portable.OF_HEADS, False),
+]
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kept", [2, 1])
+@pytest.mark.parametrize("dtype", portable.DTYPES, ids=str)
+@pytest.mark.parametrize("arch", ["sm_90a", *(pytest.param(one, marks=pytest.mark.proof) for one in OTHERS)])
+def test_the_portable_kernels_compile(
+    recorder: Any, compiler: Compiler, arch: str, dtype: torch.dtype, kept: int
+) -> None:
+    rows = batch_attention.BatchRows(torch.zeros(4, dtype=torch.int32), torch.zeros(4, 8, dtype=torch.int32))
+    for layout, columns, inner, norm, gelu in PORTABLE if arch != "sm_90a" else PORTABLE[:1]:
+        kind = portable.LayerKind(columns, layout, inner, norm, gelu, dtype, kept)
+        assert kind.why_not() is None
+        x, gain = torch.zeros(4, columns, dtype=dtype), torch.zeros(columns)
+        pool = torch.zeros(2, 1, 1, 16, layout.dim, dtype=torch.uint8 if kept == 1 else dtype)
+        layer = LayerAttention(pool[0], pool[1], None, None, 32)
+        stream = portable.NormedStream(torch.zeros(4, columns), x, 1e-6)
+        places = portable.HeadPlaces(rows.lengths, rows.pages, gain, None, 1e-6)
+        portable.join(recorder, kind, stream, gain, x, None)
+        portable.heads(recorder, kind, layer, places, x, x)
+        portable.attend(recorder, kind, layer, rows, x, x)
+        portable.gate(recorder, kind, x, x)
+        if batch_attention.why_not(layout) is None:
+            shape = batch_attention.grid(layout, GpuShape(132, 99 << 10))
+            held = batch_attention.workspace(layout, 4, shape, torch.device("cpu"))
+            batch_attention.BatchAttention(recorder, layout, rows, shape, held, 32).attend(layer, x, x)
+    for name, entry, defines, _ in recorder.asked:
+        assert defines["OP_F16"] == (dtype == torch.float16)
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF"), entry
 
 
 @pytest.mark.proof

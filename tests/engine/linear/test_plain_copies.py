@@ -10,11 +10,13 @@ import torch
 from engine.kernels.gpu import GpuShape
 from engine.kernels.weights import Format, dequantize, to_matrix
 from engine.linear import DenseLinear, Linear
+from engine.linear.canonical import CanonicalLinear
 from engine.linear.chosen import ChosenProducts
 from engine.linear.cuda import CudaLinear
+from engine.linear.joined import JoinedLinear
 from engine.linear.plain_copies import OWN_ROWS, PlainCopies, plain_copies
 from engine.model.layers.products import Products
-from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Int4Groups, Int4Minima, Int8Rows
 
 ROWS, COLUMNS = 512, 256
 BYTES = 2 * ROWS * COLUMNS
@@ -54,6 +56,31 @@ def test_there_is_none_for_few_rows_or_little_memory_or_plain_weights() -> None:
     assert plain_copies([packed, packed], 256, 6 * BYTES - 1).held == {}
     assert len(plain_copies([packed, linear("int8")], 256, 6 * BYTES).held) == 2
     assert plain_copies([dense], 256, PLENTY).of(dense, 512) is dense
+
+
+def test_weights_that_no_kernel_reads_have_a_copy_for_any_number_of_rows() -> None:
+    """First of all, joined with others or not; of float16 the kernels read no packed weights."""
+    groups = (ROWS, COLUMNS // 32)
+    packed = torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)
+    minima = CanonicalLinear(Int4Minima(packed, torch.rand(groups), -torch.rand(groups), 32), torch.randn(ROWS))
+    joined = JoinedLinear((linear("bf16"), minima))
+    read = linear("int4")
+    x = torch.randn(3, COLUMNS).bfloat16()
+    copies = plain_copies([minima, joined, read], 1, 10 * BYTES)
+    for unread in (minima, joined):
+        copy = copies.of(unread, 1)
+        assert copy is copies.of(unread, 512)
+        assert isinstance(copy, DenseLinear)
+        exact = unread(x).float()
+        assert float((copy(x).float() - exact).norm() / exact.norm()) < 1e-2
+    assert copies.of(read, 1) is read
+    assert plain_copies([minima, read], 1, BYTES) == PlainCopies()  # too little memory
+    both = plain_copies([minima, read], 512, 4 * BYTES)
+    assert isinstance(both.of(minima, 1), DenseLinear)
+    assert isinstance(both.of(read, 512), DenseLinear)
+    half = plain_copies([read], 1, PLENTY, torch.float16).of(read, 1)
+    assert isinstance(half, DenseLinear)
+    assert half.weight.dtype == torch.float16
 
 
 def test_products_lay_their_tokens_out_for_whoever_multiplies() -> None:

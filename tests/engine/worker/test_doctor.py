@@ -123,8 +123,9 @@ def test_the_type_of_a_bfloat16_model_follows_the_cpu(
 def test_without_a_model() -> None:
     report = doctor.examine(settings(""))
     assert (report.model, report.problems) == (None, [])
-    graph, eager = report.decoders
-    assert (graph.name, graph.chosen, graph.reason) == ("graph", False, "needs a CUDA device")
+    graph, portable, eager = report.decoders
+    for one, name in ((graph, "graph"), (portable, "portable")):
+        assert (one.name, one.chosen, one.reason) == (name, False, "needs a CUDA device")
     assert (eager.name, eager.chosen) == ("eager", True)
     assert report.torch == torch.__version__
 

@@ -24,10 +24,10 @@ CLOSE = 2e-3  # of log-probabilities: sums in another order, behind weights of f
 def asked(request_of: Request, vocabulary: int) -> list[Any]:
     ids = ids_of(60, vocabulary)
     return [
-        request_of(ids[:21], 12, logprobs=2, prompt_logprobs=1),
-        request_of(ids[5:9], 12, logprobs=1, temperature=0.9, seed=3),
-        request_of(ids[10:40], 12, temperature=1.3, seed=9, top_k=7, top_p=0.9, repetition_penalty=1.2),
-        request_of([7, 8, 9] * 6, 12, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=4, stop=(5,)),
+        request_of(ids[:21], 8, logprobs=2, prompt_logprobs=1),
+        request_of(ids[5:9], 8, logprobs=1, temperature=0.9, seed=3),
+        request_of(ids[10:40], 8, temperature=1.3, seed=9, top_k=7, top_p=0.9, repetition_penalty=1.2),
+        request_of([7, 8, 9] * 6, 8, presence_penalty=0.5, frequency_penalty=0.5, min_tokens=4, stop=(5,)),
     ]
 
 

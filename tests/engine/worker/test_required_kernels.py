@@ -70,8 +70,8 @@ def folder_of(tmp_path: Path, model: str, layers: int, **changes: Any) -> Path:
     return tmp_path
 
 
-def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source]:
-    """Every source that is asked for until all executors are ready."""
+def started(settings: EngineSettings, gpu: GpuShape, copies: bool, decoder: str = "graph") -> set[Source]:
+    """Every source that is asked for until all executors of the decoder are ready."""
     config, form = read_folder(Path(settings.model), "auto")
     nowhere = Placement(torch.bfloat16, torch.device("meta"))
     weights, wanted = shape_weights(config, form, torch.bfloat16), WantedKernels(gpu)
@@ -95,7 +95,7 @@ def started(settings: EngineSettings, gpu: GpuShape, copies: bool) -> set[Source
         gpu=GpuKernels(wanted),
     )
     for entry in EXECUTORS:
-        if entry.decoder == "graph" and entry.why_not(parts) is None:
+        if entry.decoder == decoder and entry.why_not(parts) is None:
             entry.make(parts).warmup(lambda phase, done, total: None)
     return wanted.sources
 
@@ -126,6 +126,45 @@ def test_all_that_is_asked_for_is_foretold(
     with_copies, without = started(settings, gpu, True), started(settings, gpu, False)
     assert told == with_copies | without
     assert len(told) > 20
+
+
+@pytest.mark.product
+@pytest.mark.usefixtures("made_up")
+@pytest.mark.parametrize(
+    ("model", "gpu", "sequences", "kept"),
+    [
+        ("gemma3-1b", H100, 8, "auto"),
+        pytest.param("gemma3-1b", A10, 256, "fp8", marks=pytest.mark.proof),
+        pytest.param("smollm2-135m-awq", A10, 8, "fp8", marks=pytest.mark.proof),
+        pytest.param("mistral-7b-awq", H100, 256, "auto", marks=pytest.mark.proof),
+    ],
+)
+def test_all_that_the_portable_decoder_asks_for_is_foretold(
+    tmp_path: Path, model: str, gpu: GpuShape, sequences: int, kept: KvDtype
+) -> None:
+    folder = folder_of(tmp_path, model, 2)
+    settings = EngineSettings(
+        model=str(folder),
+        decoder="portable",
+        max_sequences=sequences,
+        max_context=4096,
+        kv_bytes=1 << 34,
+        kv_dtype=kept,
+    )
+    query = KernelQuery(*read_folder(folder, "auto"), gpu)
+    told = required_kernels(settings, query)
+    assert told == started(settings, gpu, True, "portable") | started(settings, gpu, False, "portable")
+    assert {name for name, _ in told} >= {"batch_attention", "batch_sampling", "portable", "rows"}
+    if model == "gemma3-1b":  # which the fused kernels do not take
+        assert required_kernels(replace(settings, decoder="auto"), query) == told
+
+
+def test_float16_asks_for_no_fused_kernel(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "qwen3-0.6b", 1, dtype="float16")
+    settings = EngineSettings(model=str(folder), max_sequences=2, max_context=256)
+    told = required_kernels(settings, KernelQuery(*read_folder(folder, "auto"), H100))
+    assert {name for name, _ in told} == {"batch_attention", "batch_sampling", "portable", "rows"}
+    assert all(dict(defines).get("OP_F16", 1) for name, defines in told if name == "portable")
 
 
 @pytest.mark.proof

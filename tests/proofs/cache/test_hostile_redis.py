@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 GAP = 0.5  # seconds between two messages of a stream, or of a health check, on two cores
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.01")
 ASKED = 6  # requests that look something up
+WATCHED = 20  # gaps, at least: a quick machine answers the requests before it has seen as many
 PLAIN = 0.05  # seconds, of a probe's pause
 HELD = 200 * 2**20  # bytes by which a front may grow
 
@@ -37,9 +39,11 @@ def test_nobody_waits_for_it(serve: Serve, key_file: Path, name: str) -> None:
 def attacked(server: Server, name: str) -> None:
     before = server.rss()
     with watched(server) as gaps:
-        for number in range(ASKED):
+        for number in itertools.count():
             answer = server.generation.Generate(greedy(f"{name} {number}", 4), timeout=60)
             assert answer.text
+            if number >= ASKED and len(gaps) > WATCHED:
+                break
     assert max(gaps) < GAP, (name, sorted(gaps)[-3:])
     assert server.rss() - before < HELD, name
     counts = dict(server.load().cache_counts)
@@ -82,7 +86,6 @@ def watched(server: Server) -> Iterator[list[float]]:
         over.set()
         for thread in threads:
             thread.join()
-    assert len(gaps) > 20
 
 
 def test_a_server_survives_all_of_them_in_turns(serve: Serve, key_file: Path) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from service.config.settings import BadSettings
 from service.core.errors import PermissionDenied, Unauthenticated
 from service.transport.call.auth import ALL_RIGHTS, CALLER_RIGHTS, Caller, NoTokens, Right, Rights
+from service.transport.identity import token_entries
 from service.transport.identity.token_entries import read_entries
 from service.transport.identity.token_file import TokenFile
 from service.transport.port import files
@@ -23,6 +26,27 @@ from tests.service.conftest import PATIENCE
 from tests.service.transport.presented import Presented, bearer, digest, entry, named
 
 GENERATE, VIEW, ADMIN = (frozenset((right,)) for right in (Right.GENERATE, Right.VIEW, Right.ADMIN))
+
+
+def test_a_file_that_is_read_gives_way_after_each_burst(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock by which each entry takes longer than a burst: the reader pauses after each of them, and meanwhile
+    asked the library, which lets no other thread run, for the events of one entry alone."""
+    path = tmp_path / "t"
+    path.write_text("".join(entry(f"tenant{number}", str(number)) for number in range(200)))
+    parse, clock, events, pauses = yaml.parse, itertools.count(), 0, list[int]()
+
+    def counted(*arguments: Any, **options: Any) -> Iterator[yaml.Event]:
+        nonlocal events
+        for event in parse(*arguments, **options):
+            events += 1
+            yield event
+
+    monkeypatch.setattr(yaml, "parse", counted)
+    slow = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: pauses.append(events))
+    monkeypatch.setattr(token_entries, "time", slow)
+    assert len(read_entries(path)) == 200
+    assert len(pauses) == 200
+    assert {after - before for before, after in itertools.pairwise(pauses)} == {10}
 
 
 def reason(tokens: TokenFile, call: Presented, permitted: Rights = GENERATE) -> str:
