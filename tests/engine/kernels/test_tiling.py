@@ -61,8 +61,15 @@ def test_the_batch_is_no_argument() -> None:
         (Format.BF16, 6144, 32, True, 128),
         (Format.BF16, 151936, 32, False, 132),
         (Format.INT4, 28672, 32, True, 128),
+        (Format.INT4, 14336, 32, True, 128),  # of two ranks
     ],
 )
 def test_known_shapes_fill_the_card(form: Format, rows: int, units: int, pairs: bool, blocks: int) -> None:
     what = matrix(form, rows, units)
     assert tiling.blocks(what, tiling.choose(what, 132, pairs=pairs)) == blocks
+
+
+def test_small_stages_have_more_of_them_under_way() -> None:
+    for units, window in ((112, 4), (56, 8)):
+        how = tiling.choose(matrix(Format.INT4, 4096, units), 132)
+        assert (how.whole, how.window) == (False, window)
