@@ -17,8 +17,10 @@ WARPS = 8  # of a block, where the columns allow it
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
-_STREAM_WINDOW, _STREAM_UNDER_WAY = 4, 36 << 10  # and of one that streams, at least; and bytes, where stages are small
-_UNEVEN = 1.1  # tiles of a block, by how many it has: beyond, multiprocessors without work cost more than groups of two
+_STREAM_WINDOW = 4  # and of one that streams
+_UNEVEN = (
+    1.1  # tiles of a block, rounded up, by how many it needs: beyond, idle multiprocessors cost more than groups of two
+)
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES = 8
 MOST_STAGES = 31
@@ -79,14 +81,13 @@ def choose(matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: 
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
     whole = stages * size <= _WHOLE_BYTES and stages <= MOST_STAGES
     ring = stages if whole else min(max(2, _STREAM_BYTES // size), stages, MOST_STAGES)
-    window = _WINDOW if whole else max(_STREAM_WINDOW, _ceil(_STREAM_UNDER_WAY, size))
-    return Tiling(warps, depth, block_tiles, tiles, ring, window, whole)
+    return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW, whole)
 
 
 def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
     found = unit * _ceil(_ceil(rows, 8), multiprocessors * unit)
     even = 4 * _ceil(found, 4)
-    if found <= _MOST_TILES or (found % 2 == 0 and even >= _UNEVEN * found):
+    if found <= _MOST_TILES or (unit == 2 and even >= _UNEVEN * found):
         return found
     return even
 

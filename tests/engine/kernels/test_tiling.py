@@ -67,9 +67,3 @@ def test_the_batch_is_no_argument() -> None:
 def test_known_shapes_fill_the_card(form: Format, rows: int, units: int, pairs: bool, blocks: int) -> None:
     what = matrix(form, rows, units)
     assert tiling.blocks(what, tiling.choose(what, 132, pairs=pairs)) == blocks
-
-
-def test_small_stages_have_more_of_them_under_way() -> None:
-    for units, window in ((112, 4), (56, 8)):
-        how = tiling.choose(matrix(Format.INT4, 4096, units), 132)
-        assert (how.whole, how.window) == (False, window)
