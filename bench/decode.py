@@ -123,6 +123,7 @@ def engine_settings(given: argparse.Namespace) -> EngineSettings:
         kv_bytes=given.kv_bytes,
         kv_dtype=given.kv_dtype,
         threads=given.threads,
+        tensor_parallel=1,
     )
 
 

@@ -340,6 +340,8 @@ class GpuKernels:
     def open(self, device: torch.device) -> Kernels:
         """Raises BuildError where nothing can be compiled."""
         if self.library is None:
+            import torch
+
             self.library = open_library(torch.cuda.get_device_capability(device))
         return self.library
 

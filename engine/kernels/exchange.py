@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.launch import Argument
+from engine.kernels.build import Kernels
+from engine.kernels.launch import Argument, Launch, Shape, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +49,20 @@ class RankSums:
 
     few: Channels
     many: Channels
+
+
+def exchange_sum(library: Kernels, x: torch.Tensor, channels: Channels) -> Launch:
+    """x, bfloat16 of an even size or float32, contiguous, becomes its sum over all ranks."""
+    pairs = x.dtype == torch.bfloat16
+    words = x.numel() // 2 if pairs else x.numel()
+    blocks = -(-words // channels.room)
+    values: dict[str, Argument] = {"x": x, "words": words, **channels.values(blocks, channels.room), "trigger": 0}
+    kernel = library.kernel("exchange_sum", "exchange_sum", channels.defines() | {"OP_PAIRS": int(pairs)})
+    return prepare(kernel, Shape((blocks, 1, 1), 256), values).alone()
+
+
+def sums_by_kernel(x: torch.Tensor, channels: Channels) -> bool:
+    """Returns whether `exchange_sum` takes the tensor."""
+    words = x.numel() // 2 if x.dtype == torch.bfloat16 else x.numel()
+    even = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and x.numel() % 2 == 0)
+    return x.is_cuda and even and x.is_contiguous() and words <= channels.room * channels.counts.shape[0]

@@ -7,6 +7,8 @@
 static_assert(OP_ROWS % 8 == 0, "rows");
 using Map = RowsInOrder<OP_ROWS>;
 using G = Gemv<OP_FORMAT, OP_GROUP, OP_COLUMNS, OP_WARPS, OP_DEPTH, OP_TILES, OP_BLOCK_TILES, OP_RING, OP_WINDOW, OP_BATCH, Map>;
+// Where ranks wait for each other, weights that the next kernel asks for too early delay the words: 3 µs a layer.
+constexpr bool kLate = OP_RANKS > 1;
 constexpr int kConsumers = OP_WARPS * 32;
 constexpr int kEach = ceil_div(OP_BATCH * G::kRows, kConsumers);  // outputs a thread has in a group
 
@@ -16,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
                     int half, int room, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ G::Shared shared;
-    if (trigger == 0) let_next_start();
+    if (trigger == 0 && !kLate) let_next_start();
     G g(weights, scales, x, shared, ring);
     g.fill();
     float scale[kEach], offset[kEach], next_gain[kEach], before[kEach];
@@ -41,15 +43,16 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         }
     };
     constants(g.first_tile);
+    Exchange exchange(inboxes, counts, rank, half, room);
     wait_for_previous();
-    if (trigger == 1) let_next_start();
+    if (trigger == 1 || (trigger == 0 && kLate)) let_next_start();
     if (g.produces()) {
         g.produce();
         return;
     }
     g.start_x();
     residuals(g.first_tile);
-    const Exchange exchange(inboxes, counts, rank, half, room);
+    exchange.begin();
     for (int first = g.first_tile; first < g.last_tile; first += OP_TILES) {
         g.group();
         float v[kEach];

@@ -68,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
              const u64* inboxes, u32* counts, int rank, int half, int room, int trigger) {
     if (trigger == 0) let_next_start();
     const Gains gains(gain);
+    Exchange exchange(inboxes, counts, rank, half, room);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const int m = blockIdx.x;
@@ -77,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     Float2* kept = reinterpret_cast<Float2*>(residual + row) + threadIdx.x;
     Float2 v[kEach] = {};
     auto has = [&](int i) { return column + i * 2 * kThreads < OP_COLUMNS; };
-    const Exchange exchange(inboxes, counts, rank, half, room);
+    exchange.begin();
     u32 own[kEach];  // of a split model: this rank's part of the sum, which all ranks round alike
     if constexpr (OP_RANKS > 1) {
         parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);

@@ -20,6 +20,9 @@ _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
 _STREAM_WINDOW = 4  # and of one that streams
+_UNEVEN = (
+    1.1  # tiles of a block, rounded up, by how many it needs: beyond, idle multiprocessors cost more than groups of two
+)
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES = 8
 MOST_STAGES = 31
@@ -89,7 +92,10 @@ def choose(
 
 def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
     found = unit * _ceil(_ceil(rows, 8), multiprocessors * unit)
-    return found if found <= _MOST_TILES else 4 * _ceil(found, 4)
+    even = 4 * _ceil(found, 4)
+    if found <= _MOST_TILES or (unit == 2 and even >= _UNEVEN * found):
+        return found
+    return even
 
 
 def divide(matrix: Matrix, warps: int) -> tuple[int, int]:

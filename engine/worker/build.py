@@ -41,6 +41,7 @@ from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
+from engine.worker.group import Gloo, Nccl, PeerSums
 from engine.worker.hardware import (
     CpuFeatures,
     batch_tokens,
@@ -92,6 +93,9 @@ class Membership(Protocol):
 
     def meet(self, progress: Progress) -> RankExchange:
         """Waits until all ranks have loaded, and connects them."""
+
+    def met(self) -> None:
+        """Is called once nothing more is to be connected."""
 
 
 def build(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> ModelRunner:
@@ -213,7 +217,7 @@ def _prepare(
             drafting = None
             if draft is not None and own is not None:
                 drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
-            split = None if member is None else _met(settings, what, member, progress)
+            split = None if member is None else _met(settings, what, member, gpu, progress)
             known = constraints or Constraints(settings.model)
             return _assemble(settings, what, loaded, drafting, known, gpu, split)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -224,20 +228,28 @@ def _prepare(
         raise Unsupported(_no_room(folder, device, error)) from error
 
 
-def _met(settings: EngineSettings, what: Loading, member: Membership, progress: Progress) -> Split:
-    exchange, device = member.meet(progress), what.placement.device
-    if device.type == "cpu":
-        return Split(exchange, member.others)
-    reason = why_no_peers(what.part.ranks)
-    if reason is None and settings.decoder != "eager":
+def _met(settings: EngineSettings, what: Loading, member: Membership, gpu: GpuKernels, progress: Progress) -> Split:
+    exchange = member.meet(progress)
+    try:
+        if what.placement.device.type == "cpu" or not isinstance(exchange, Gloo):
+            return Split(exchange, member.others)
+        return _on_gpus(settings, what, member.others, exchange, gpu)
+    finally:
+        member.met()
+
+
+def _on_gpus(settings: EngineSettings, what: Loading, others: Others | None, hosts: Gloo, gpu: GpuKernels) -> Split:
+    device, reason = what.placement.device, why_no_peers(what.part.ranks)
+    if reason is None:
         tokens = most_tokens(settings.max_batch_tokens or _batch_tokens(what.own_config, device))
         try:
-            return Split(exchange, member.others, open_sums(what.own_config, exchange, device, tokens))
-        except NoPeers as failure:
+            sums = open_sums(what.own_config, hosts, device, tokens)
+            return Split(PeerSums(hosts, sums.many, gpu.open(device)), others, sums)
+        except (NoPeers, BuildError) as failure:
             reason = str(failure)
-    if reason is not None and what.part.first:
-        _log.warning("sums over %d GPUs go through NCCL, step by step: %s", what.part.ranks, reason)
-    return Split(exchange, member.others, None, reason or "the eager decoder was asked for")
+    if what.part.first:
+        _log.warning("sums over %d GPUs go through NCCL, and no step is captured: %s", what.part.ranks, reason)
+    return Split(Nccl(hosts, settings.hang_timeout), others, None, reason)
 
 
 def _loading(
@@ -431,10 +443,11 @@ def warmed(
         _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
     for objection in choice.missing:
         _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
-    together = split is not None and split.sums is not None
-    if split is not None and together:
+    captured = split is not None and split.sums is not None
+    if split is not None and captured:
         split.agree(f"{choice.decoder}: {', '.join(name for name, _ in choice.executors)}")
-    if together or split is None or split.others is not None:
+    # What eager's executors do at the start reaches the other ranks as orders.
+    if split is None or split.others is not None or (captured and choice.decoder == "graph"):
         for _, executor in choice.executors:
             executor.warmup(progress)
     parts.gpu.close()

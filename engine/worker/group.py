@@ -21,6 +21,9 @@ from torch import distributed
 from engine.execution.pipeline import MorePages
 from engine.execution.router import StepOptions
 from engine.ipc.framing import FrameReader, encode
+from engine.kernels.build import Kernels
+from engine.kernels.exchange import Channels, exchange_sum, sums_by_kernel
+from engine.kernels.launch import launcher_of
 from engine.model.split import Part
 from engine.scheduling.plan import Share, StepPlan
 from engine.settings import EngineSettings
@@ -234,12 +237,13 @@ class Gloo:
         """Waits for the other ranks. `folder`: private to the group; `timeout`: seconds that any rank may lag."""
         self._part = part
         torch_distributed: Any = distributed  # whose types name little of it
-        store = torch_distributed.FileStore(str(folder / "meeting"), part.ranks)
+        self.store: Any = torch_distributed.FileStore(str(folder / "meeting"), part.ranks)
         kind = torch_distributed.ProcessGroupGloo
         options = kind._Options()
         options._devices = [kind.create_device(hostname=_LOOPBACK)]
         options._timeout = timedelta(seconds=timeout)
-        self._group: Any = kind(store, part.rank, part.ranks, options)
+        self._group: Any = kind(self.store, part.rank, part.ranks, options)
+        self.sum(torch.zeros(1))  # a rank that is connected to this one may still read addresses of others
 
     @property
     def part(self) -> Part:
@@ -262,37 +266,61 @@ class Gloo:
         return found or None
 
 
-def join(part: Part, folder: Path, timeout: float, *, on_gpus: bool) -> Gloo:
-    """Waits for the other ranks. RuntimeError where they cannot be reached."""
-    found = Nccl(part, folder, timeout) if on_gpus else Gloo(part, folder, timeout)
-    found.sum(torch.zeros(1))  # a rank that is connected to this one may still read addresses of others
-    return found
+class _OnGpus:
+    """What lies on a GPU is added up there; all else goes through the hosts."""
 
+    def __init__(self, hosts: Gloo) -> None:
+        self._hosts = hosts
 
-class Nccl(Gloo):
-    """An `RankExchange` between GPUs of one machine. What lies on a GPU is added up there; all else goes over gloo."""
-
-    def __init__(self, part: Part, folder: Path, timeout: float) -> None:
-        super().__init__(part, folder, timeout)
-        for name, value in _NCCL.items():
-            os.environ.setdefault(name, value)
-        torch_distributed: Any = distributed
-        store = torch_distributed.FileStore(str(folder / "gpus"), part.ranks)
-        kind = torch_distributed.ProcessGroupNCCL
-        options = kind.Options()
-        options._timeout = timedelta(seconds=timeout)
-        self._gpus: Any = kind(store, part.rank, part.ranks, options)
-        self.sum(torch.zeros(1, device="cuda"))  # connects
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        if x.device.type == "cpu":
-            return super().sum(x)
-        self._gpus.allreduce([x]).wait()
-        return x
+    @property
+    def part(self) -> Part:
+        return self._hosts.part
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(super().share(x.cpu()))
+        return x.copy_(self._hosts.share(x.cpu()))
 
     def collect(self, x: torch.Tensor) -> list[torch.Tensor] | None:
         """Leaves the tensors in the host's memory."""
-        return super().collect(x.cpu())
+        return self._hosts.collect(x.cpu())
+
+
+class PeerSums(_OnGpus):
+    """An `RankExchange` of GPUs that write each other's memory."""
+
+    def __init__(self, hosts: Gloo, channels: Channels, library: Kernels) -> None:
+        super().__init__(hosts)
+        self._channels = channels
+        self._library = library
+        self._launcher = launcher_of(torch.device("cuda"))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if sums_by_kernel(x, self._channels):
+            self._launcher.enqueue([exchange_sum(self._library, x, self._channels)])
+            return x
+        return x.copy_(self._hosts.sum(x.cpu()))
+
+
+class Nccl(_OnGpus):
+    """An `RankExchange` of GPUs that do not write each other's memory."""
+
+    def __init__(self, hosts: Gloo, timeout: float) -> None:
+        super().__init__(hosts)
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
+        torch_distributed: Any = distributed
+        kind = torch_distributed.ProcessGroupNCCL
+        options = kind.Options()
+        options._timeout = timedelta(seconds=timeout)
+        store = torch_distributed.PrefixStore("gpus", hosts.store)
+        self._gpus: Any = kind(store, self.part.rank, self.part.ranks, options)
+        self.sum(torch.zeros(1, device="cuda"))  # connects
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_cuda:
+            return self._hosts.sum(x)
+        self._gpus.allreduce([x]).wait()
+        return x
+
+    def close(self) -> None:
+        """Is called while the other ranks are there: NCCL may wait for one that has gone."""
+        self._gpus.abort()

@@ -31,7 +31,7 @@ from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Weights
 from engine.scheduling.plan import PageAccess, Row, RowResult, StepPlan
 from engine.scheduling.sequence_state import SequenceTable
-from engine.worker.group import BeginStep, Forward, Logits, Mirrored, Order, ReadPages, WritePages
+from engine.worker.group import BeginStep, Forward, Logits, Mirrored, Nccl, Order, ReadPages, WritePages
 from engine.worker.launches import FollowedSteps, LedSteps, Steps, led_prompts, prompts_of, tokens_of
 from quant.checkpoint.config import ModelConfig
 
@@ -193,7 +193,8 @@ def _integers(data: bytes) -> torch.Tensor:
 class FirstRank:
     """A `RankGroup` of the first rank."""
 
-    def __init__(self, pages: SplitPages, others: Others, why_no_sums: str) -> None:
+    def __init__(self, pages: SplitPages, exchange: RankExchange, others: Others, why_no_sums: str) -> None:
+        self._exchange = exchange
         self.pages: PageAccess = pages
         self.why_no_sums = why_no_sums
         self._others = others
@@ -218,6 +219,8 @@ class FirstRank:
 
     def close(self) -> None:
         """Ends the other ranks."""
+        if isinstance(self._exchange, Nccl):
+            self._exchange.close()
         self._others.close()
 
 
@@ -265,7 +268,7 @@ class Split:
         if self.others is None:
             return OtherRank(pool, self.why_no_sums)
         pages = SplitPages(pool, config.kv_heads, self.exchange, self.others)
-        return FirstRank(pages, self.others, self.why_no_sums)
+        return FirstRank(pages, self.exchange, self.others, self.why_no_sums)
 
     def agree(self, what: str) -> None:
         """Raises EngineFailed where not all ranks have the same text, whose launches would wait for each other."""

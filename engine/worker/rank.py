@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from engine.model.split import Part
 from engine.settings import EngineSettings
 from engine.worker.build import PreparedModel, prepare, warmed
 from engine.worker.group import (
+    Gloo,
     Join,
     Meet,
     Order,
@@ -32,7 +34,6 @@ from engine.worker.group import (
     RankLoaded,
     RankReady,
     RankRefused,
-    join,
 )
 from engine.worker.launches import FollowedSteps
 from engine.worker.mirror import Follower, OtherRank
@@ -108,23 +109,33 @@ class Member:
         self._link.send(RankLoaded())
         meet = self._link.receive()
         assert isinstance(meet, Meet)
-        timeout, on_gpus = self._given.settings.hang_timeout, self._given.on_gpus
-        exchange = self._exchange = join(self.part, Path(meet.folder), timeout, on_gpus=on_gpus)
+        exchange = self._exchange = Gloo(self.part, Path(meet.folder), self._given.settings.hang_timeout)
         return exchange
 
+    def met(self) -> None:
+        """The first rank removes where they met."""
+
     def obey(self, prepared: PreparedModel, steps: FollowedSteps | None) -> None:
-        """Obeys orders until the first rank has gone: then raises EOFError."""
+        """Obeys orders until the first rank has gone: then ends the process at once, as what tidies up may wait for
+        that rank."""
         assert self._exchange is not None
         parts = prepared.parts
         follower = Follower(parts.model, parts.pool, prepared.config, self._exchange, steps)
         self._link.send(RankReady())
         with torch.inference_mode():
             while True:
-                order = self._link.receive()
+                order = self._next()
                 if isinstance(order, PingRank):
                     self._link.send(PongRank())
                 else:
                     follower.obey(order)
+
+    def _next(self) -> Any:
+        try:
+            return self._link.receive()
+        except (EOFError, ConnectionError):
+            logging.shutdown()
+            os._exit(0)
 
 
 if __name__ == "__main__":

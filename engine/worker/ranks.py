@@ -37,7 +37,6 @@ from engine.worker.group import (
     RankReady,
     RankRefused,
     Reply,
-    join,
 )
 
 _log = logging.getLogger(__name__)
@@ -62,7 +61,7 @@ class Ranks:
         """`on_gpus`: each rank has the GPU of its number. `lost`: is called once where the group cannot go on, with the
         signal that ended a rank, or 0; None: this process ends at once, in the same way."""
         self.part = Part(0, ranks, splits_vocabulary=not on_gpus)
-        self._on_gpus = on_gpus
+        self._folder: Path | None = None
         self._timeout = settings.hang_timeout
         self._ended = _exit if lost is None else lost
         self._closing = threading.Event()
@@ -91,16 +90,19 @@ class Ranks:
         for at, one in enumerate(self._others):
             progress("ranks", at, len(self._others))
             one.wait_loaded(partial(progress, "ranks", at, len(self._others)))
-        folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
         try:
             self.send(Meet(str(folder)))
-            exchange = join(self.part, folder, self._timeout, on_gpus=self._on_gpus)
+            exchange = Gloo(self.part, folder, self._timeout)
         except RuntimeError as error:
             raise EngineFailed(f"the ranks could not meet: {error}") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         self._watcher.start()
         return exchange
+
+    def met(self) -> None:
+        """All ranks are connected."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def send(self, order: Order) -> None:
         """Sends an order to every other rank."""
@@ -120,6 +122,7 @@ class Ranks:
 
     def close(self) -> None:
         """Ends the other ranks."""
+        self.met()
         self._closing.set()
         for one in self._others:
             one.link.shut()  # wakes the rank, and the watcher

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "a switch among the settings": (("config.optimizations.graphs=false",), "config.optimizations: the chart sets it"),
     "a model split over GPUs": (
         ("tensorParallel=2", "gpu.count=1"),
-        "tensorParallel: a model is split over CPUs alone",
+        "tensorParallel: each process has a GPU of its own",
     ),
     "one server that may not go": (("pdb.enabled=true", "strategy.type=Recreate"), "pdb.enabled: one server"),
 }

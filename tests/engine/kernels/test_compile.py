@@ -24,20 +24,22 @@ from engine.kernels import (
     prefill,
     sampling,
     speculation,
+    tiling,
 )
 from engine.kernels import rows as row_states
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import compile_with_nvrtc, source_text
+from engine.kernels.exchange import Channels, exchange_sum
 from engine.kernels.gpu import GpuShape
 from engine.kernels.launch import Launch
-from engine.kernels.linear import Normed
+from engine.kernels.linear import Normed, ResidualUpdate, linear_residual
 from engine.kernels.speculation import Future
 from engine.kernels.tokens import Choice, two_pass_head
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Format, Matrix, to_matrix
 from engine.model.layers.draft_steps import DRAFT_ROWS, DraftSteps, Draws
 from engine.model.layers.few_rows import ChainPlan, StepWeights, allocate, first_norm, prepare_start, prepare_step
-from quant.checkpoint.forms import Int4Groups, Int8Rows
+from quant.checkpoint.forms import Dense, Int4Groups, Int8Rows
 
 ARCHITECTURES = ["sm_80", "sm_90a"]
 OTHERS = ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
@@ -331,6 +333,30 @@ def test_sampling_of_many_rows_compiles(recorder: Any, compiler: Compiler, arch:
     for logits in (torch.zeros(1, 4, 1003), torch.zeros(4, 1003, dtype=torch.bfloat16)):
         batch_sampling.sample(recorder, rows, prefill.ProductParts(logits), four, four)
     batch_sampling.fill(recorder, 1003, four, 1)
+    for name, _, defines, _ in recorder.asked:
+        assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.proof)])
+def test_sums_over_ranks_compile(recorder: Any, compiler: Compiler, ranks: int, arch: str) -> None:
+    def channels(blocks: int, room: int) -> Channels:
+        return Channels(ranks, 0, torch.zeros(ranks, dtype=torch.int64), torch.zeros(blocks, dtype=torch.int32), room)
+
+    matrix = to_matrix(Dense(torch.zeros(256, 128, dtype=torch.bfloat16)))
+    how = tiling.choose(matrix, 132)
+    target = Normed(torch.zeros(8, 256), torch.zeros(8, 256), torch.zeros(8, 32), 1e-6)
+    update = ResidualUpdate(torch.zeros(8, 128), target, torch.zeros(256))
+    linear_residual(recorder, update, matrix, how, channels(132, 64 * how.block_tiles))
+    stream = prefill.Stream(torch.zeros(16, 256), torch.zeros(16, 256), 1e-6)
+    for product in (torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(2, 16, 256)):
+        prefill.add_norm(recorder, prefill.ProductParts(product), torch.zeros(256), stream, channels(16, 128))
+    for x in (torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8)):
+        exchange_sum(recorder, x, channels(16, 128))
+    with pytest.raises(ValueError, match="17 blocks of 128 words have no channels"):
+        channels(16, 128).values(17, 128)
+    assert {defines["OP_RANKS"] for _, _, defines, _ in recorder.asked} == {ranks}
     for name, _, defines, _ in recorder.asked:
         assert compiler(source_text(f"{name}.cu"), f"{name}.cu", defines, arch).startswith(b"\x7fELF")
 

@@ -9,7 +9,7 @@ import torch
 from engine.kernels import linear as ops
 from engine.kernels import prefill
 from engine.kernels.build import KernelLibrary
-from engine.kernels.exchange import Channels, inbox_words
+from engine.kernels.exchange import Channels, exchange_sum, inbox_words, sums_by_kernel
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tiling import choose
@@ -120,3 +120,25 @@ def test_a_norm_takes_the_products_of_all_ranks(
         torch.testing.assert_close(held[0].residual.double(), expected, rtol=1e-2 if slices else 1e-5, atol=2e-2)
         assert torch.equal(held[0].residual, held[1].residual)
         assert torch.equal(held[0].x, held[1].x)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 256, 4000])
+def test_a_tensor_becomes_its_sum_over_all_ranks(
+    library: KernelLibrary, launcher: Launcher, ranks: int, dtype: torch.dtype, size: int
+) -> None:
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    each = channels(ranks, 40, 128)
+    held = [torch.zeros(size, dtype=dtype, device="cuda") for _ in range(ranks)]
+    assert sums_by_kernel(held[0], each[0])
+    launches = [[exchange_sum(library, x, own)] for x, own in zip(held, each, strict=True)]
+    for _ in range(ROUNDS):
+        for x in held:
+            x.copy_(torch.randn(size, device="cuda"))
+        expected = sum(x.double() for x in held)
+        side_by_side(launcher, launches, streams)
+        assert torch.equal(held[0], held[1])
+        torch.testing.assert_close(
+            held[0].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+        )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 EPS = 1e-6
 SUMMED = 2e-5  # float32 sums against float64 of the same bf16 inputs
 FORMATS = [(Format.BF16, 0), (Format.INT8, 0), (Format.INT4, 128), (Format.INT4, 64), (Format.INT4, 32)]
-SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (264, 256), (1040, 896), (4096, 14336)]
+SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (264, 256), (1040, 896), (4096, 14336), (4096, 7168)]
 
 
 def made(form: Format, group: int, rows: int, columns: int) -> tuple[Matrix, torch.Tensor]:
@@ -110,7 +110,7 @@ def test_linear_residual(
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("half", "columns"), [(3072, 1024), (136, 256), (14336, 4096), (4864, 896)])
+@pytest.mark.parametrize(("half", "columns"), [(3072, 1024), (136, 256), (14336, 4096), (7168, 4096), (4864, 896)])
 @pytest.mark.parametrize(("form", "group"), FORMATS)
 def test_gate_up(
     library: KernelLibrary, launcher: Launcher, form: Format, group: int, half: int, columns: int, batch: int
@@ -187,7 +187,7 @@ def test_no_number_among_the_logits_is_told(library: KernelLibrary, launcher: La
 
 
 @pytest.mark.parametrize(("form", "group"), FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(1040, 896), (4096, 14336)])
+@pytest.mark.parametrize(("rows", "columns"), [(1040, 896), (4096, 14336), (4096, 7168)])
 def test_linear_of_older_cards(
     older_library: KernelLibrary, launcher: Launcher, form: Format, group: int, rows: int, columns: int
 ) -> None:

@@ -67,6 +67,7 @@ def test_the_batch_is_no_argument() -> None:
         (Format.BF16, 6144, 32, True, 128),
         (Format.BF16, 151936, 32, False, 132),
         (Format.INT4, 28672, 32, True, 128),
+        (Format.INT4, 14336, 32, True, 128),  # of two ranks
     ],
 )
 def test_known_shapes_fill_the_card(form: Format, rows: int, units: int, pairs: bool, blocks: int) -> None:

@@ -73,6 +73,8 @@ class Threads:
     def meet(self, progress: Callable[[str, int, int], None]) -> ThreadExchange:
         return ThreadExchange(self.part, self._meeting)
 
+    def met(self) -> None: ...
+
     def send(self, order: Order) -> None:
         for one in self._orders:
             one.put(order)
@@ -109,6 +111,8 @@ class _Other:
 
     def meet(self, progress: Callable[[str, int, int], None]) -> ThreadExchange:
         return ThreadExchange(self.part, self._meeting)
+
+    def met(self) -> None: ...
 
 
 def split_runner(

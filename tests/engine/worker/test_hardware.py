@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.errors import Unsupported
 from engine.worker.hardware import (
     HIDE,
     CpuFeatures,
@@ -15,6 +16,7 @@ from engine.worker.hardware import (
     most_sequences,
     operations_of,
     pick_dtype,
+    pick_ranks,
     pick_threads,
     with_pages,
 )
@@ -93,3 +95,19 @@ def test_flags_can_be_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not cpu_features(info).bf16
     monkeypatch.setenv(HIDE, "avx512")  # whole names only
     assert cpu_features(info).bf16
+
+
+def test_a_model_is_split_over_as_many_gpus_as_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert pick_ranks("auto", gpu, lambda ranks: ranks != 3) == 4
+    assert pick_ranks("auto", gpu, lambda ranks: ranks < 4) == 3
+    assert pick_ranks("auto", gpu, lambda ranks: False) == 1
+    assert pick_ranks(2, gpu, lambda ranks: False) == 2
+    with pytest.raises(Unsupported, match="4 GPUs are visible"):
+        pick_ranks(5, gpu, lambda ranks: True)
+
+
+def test_a_cpu_splits_only_what_is_asked_for() -> None:
+    assert pick_ranks("auto", CPU, lambda ranks: True) == 1
+    assert pick_ranks(5, CPU, lambda ranks: False) == 5

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as some
 
 from engine.api import GREEDY, Constraint, Stopping
 from engine.execution.batch_pipeline import BatchRow, Changes
-from engine.execution.pipeline import Half, MorePages, Pipeline, Rewrite, RowState, StepLaunch
-from engine.execution.router import StepOptions
-from engine.scheduling.plan import Admitted, Row, RowResult, StepPlan
+from engine.execution.pipeline import Half, MorePages, Pipeline, Rewrite, RowState, StepLaunch, in_flight, run_share
+from engine.execution.router import AHEAD, ALL_OPTIONS, Capacity, Executors, Role, StepOptions
+from engine.scheduling.limits import Limits
+from engine.scheduling.plan import Admitted, Row, RowResult, Share, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceTable
+from engine.settings import PAGE_SIZE
 from engine.worker.group import BeginStep, Mirrored, Order
 from engine.worker.launches import FollowedSteps, LedSteps, Update, tokens_of
+from tests.engine.execution.slow_device import Life, SlowDevice, SlowRunner
+from tests.properties import example_count
 
 
 class Noted:
@@ -145,3 +155,74 @@ def test_a_pipeline_drives_both_devices() -> None:
     assert same_row(own[0].rows[0], theirs[0].rows[0])
     assert own[1:] == theirs[1:]
     assert any(isinstance(one, StepLaunch) for one in own)
+
+
+class LedRunner(SlowRunner):
+    """The first rank of two, on make-believe devices; the other one's go at a pace of their own."""
+
+    def __init__(self, seed: int, pages: int, max_context: int, pipelines: int) -> None:
+        self.devices, self.followed = (
+            [first, *(SlowDevice(begin + at, pages, beside=first) for at in range(1, pipelines))]
+            for begin, first in ((one, SlowDevice(one, pages)) for one in (seed, seed + 100))
+        )
+        self.theirs = SequenceTable()
+        self.follower = FollowedSteps(self.theirs, self.followed, None)
+        led = [LedSteps(number, one, self.mirrored) for number, one in enumerate(self.devices)]
+        table = SequenceTable()
+        self.pipelines = [Pipeline(one, table, max_context) for one in led]
+        executors = Executors({Role.FEW: self})
+        super().__init__(self.devices[0], Capacity(few=pipelines), {Role.FEW: self.Few(self)}, table, executors)
+
+    @dataclass
+    class Few:
+        runner: LedRunner
+
+        def run(self, share: Share) -> dict[int, RowResult]:
+            return run_share(self.runner.pipelines[share.pipeline], share, ALL_OPTIONS)
+
+    def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
+        return in_flight(self.pipelines, rows)
+
+    @contextmanager
+    def mirrored(self, order: Mirrored) -> Iterator[None]:
+        self.send(order)
+        yield
+
+    def send(self, order: Mirrored) -> None:
+        read: Mirrored = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
+        self.follower.obey(read)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.send(BeginStep(plan))
+        result = super()._run(plan)
+        self.send(tokens_of(plan.rows, result.rows))
+        return result
+
+    def _prefill(self, rows: Items[Row]) -> dict[int, RowResult]:
+        for one in rows:  # as eager's orders make the other rank do
+            self.followed[0].prefill(one, self.theirs.of(one))
+        return super()._prefill(rows)
+
+
+@pytest.mark.product
+@given(seed=some.integers(0, 2**32), pages=some.integers(6, 60), pipelines=some.sampled_from((1, 2)))
+@examples(max_examples=example_count(20))
+def test_whatever_happens_the_other_rank_computes_the_same(seed: int, pages: int, pipelines: int) -> None:
+    pages *= pipelines
+    limits = Limits(
+        max_sequences=8 * pipelines,
+        max_batch_tokens=64,
+        max_context=min(150, pages * PAGE_SIZE),
+        lookahead_tokens=15,
+        max_tokens_per_row=2 * AHEAD,
+    )
+    runner = LedRunner(seed, pages, limits.max_context, pipelines)
+    life = Life(seed, runner, limits)
+    life.live(12 * pipelines)
+    life.check()
+    runner.devices[0].flush()
+    runner.followed[0].flush()
+    assert runner.followed[0].slots == runner.devices[0].slots
+    for own, theirs in zip(runner.devices, runner.followed, strict=True):
+        assert theirs.rings == own.rings
+        assert theirs.launched == own.launched
