@@ -1,7 +1,7 @@
 // Decode attention of many rows over paged keys and values that are already in their pages, the newest token's too.
 //
 // All pages of a step lie in one line: row by row, of a row head by head, of a head in the order of the context. `plan`,
-// once a step, cuts the line into as many equal runs as `attend` has warps. So a warp has work of its own, with pages,
+// once a step, cuts the line into equal runs, as many as `attend` has warps or fewer. So a warp has work of its own, with pages,
 // sums and maximum, and meets no other, however uneven the rows are. What a warp has of a head whose pages lie in several
 // runs it leaves in the workspace, at most twice; whichever warp comes last puts the head together, always in one order.
 //
@@ -39,9 +39,11 @@ __device__ __forceinline__ Entry load_entry(const Entry* at) {
 extern "C" __global__ void __launch_bounds__(kPlanThreads)
     plan(const int* lengths, int rows, int units, int window, int* each, Entry* entries, Run* runs) {
     __shared__ u64 of_warp[kPlanThreads / 32];
+    __shared__ int longest;  // pages of a head
     __shared__ int ends[kPlanThreads];  // pages of one head up to and with an entry
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = threadIdx.x;
     wait_for_previous();
+    if (threadIdx.x == 0) longest = 0;
     const int length = row < rows ? max(load_shared_state(lengths + row), 0) : 0;
     const int first = window > 0 ? max(length - window, 0) / kPage : 0;
     const int pages = ceil_div(length, kPage) - first;
@@ -58,13 +60,17 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads)
     for (int w = 0; w < kPlanThreads / 32; ++w) before += w < warp ? of_warp[w] : 0, all += of_warp[w];
     upto += before;
     if (length > 0) {
+        atomicMax(&longest, pages);
         const int at = int(upto >> 32) - 1;
         ends[at] = int(u32(upto));
         entries[at] = Entry{row, first, pages, length};
     }
     __syncthreads();
     const int live = int(all >> 32), total = int(u32(all)) * kItems;
-    const int run = max(OP_LEAST, ceil_div(total, units));
+    // One warp puts a head together, run by run, so a head of many pages has fewer, longer runs.
+    int least = OP_LEAST;
+    while (16 * least * least <= OP_MERGED * longest) least *= 2;
+    const int run = max(least, ceil_div(total, units));
     if (threadIdx.x == 0) *each = run;
     for (int u = threadIdx.x; u < units; u += kPlanThreads) {
         const long long at = (long long)u * run;

@@ -21,6 +21,7 @@ MOST_ROWS = 1024
 _GROUP = 8  # query heads that a warp serves of one key-value head
 _WARPS, _STAGES = 8, 3  # of a block; pages in a warp's ring
 _LEAST_PAGES = 4  # of a warp: fewer would be merged for longer than they are read
+_MERGED = 2  # quarters of a page's reading that one more run of a head takes to merge
 LOG2_E = 1.4426950408889634
 
 
@@ -46,6 +47,7 @@ class Grid:
     warps: int
     stages: int = _STAGES
     least: int = _LEAST_PAGES  # pages of a warp
+    merged: int = _MERGED
 
     @property
     def units(self) -> int:
@@ -158,6 +160,7 @@ class BatchAttention:
             "OP_WARPS": self.grid.warps,
             "OP_STAGES": self.grid.stages,
             "OP_LEAST": self.grid.least,
+            "OP_MERGED": self.grid.merged,
             "OP_ORDER": int(order),
             "OP_KV_BYTES": each,
             "OP_F16": int(half),

@@ -128,16 +128,20 @@ def gate(product: torch.Tensor, *, gelu: bool) -> torch.Tensor:
 
 
 def plan_rows(
-    lengths: list[int], items: int, warps: int, least: int, window: int | None
+    lengths: list[int], items: int, warps: int, least: int, window: int | None, merged: int = 2
 ) -> tuple[int, list[tuple[int, int, int, int]], list[tuple[int, int, int, int]]]:
     """Pages of a step for each warp; for each row with a context: row, first page seen, pages, tokens; and where each
-    warp starts in the line of all pages, row by row, item by item: entry, item, page, count."""
+    warp starts in the line of all pages, row by row, item by item: entry, item, page, count. `merged`: what merging
+    one more run of an item takes, in quarters of a page's reading."""
     entries = []
     for row, length in enumerate(lengths):
         first = max(length - window, 0) // PAGE if window else 0
         if length > 0:
             entries.append((row, first, -(-length // PAGE) - first, length))
     line = [(at, item, page) for at, entry in enumerate(entries) for item in range(items) for page in range(entry[2])]
+    longest = max((entry[2] for entry in entries), default=0)
+    while 16 * least * least <= merged * longest:  # about the root of pages read for each run merged
+        least *= 2
     each = max(least, -(-len(line) // warps))
     starts = [(*line[at], min(each, len(line) - at)) for at in range(0, len(line), each)]
     return each, entries, starts + [(0, 0, 0, 0)] * (warps - len(starts))

@@ -49,6 +49,13 @@ def test_every_page_that_is_seen_is_read_once(lengths: list[int], window: int | 
         assert first * 16 <= max(0, length - (window or length)) < (first + 1) * 16
 
 
+def test_a_long_head_has_fewer_runs() -> None:
+    """Runs of a head meet in one warp: at one row as many pages are read as runs are merged, about."""
+    for pages, each in ((12, 4), (64, 4), (128, 8), (512, 16), (2048, 32)):
+        assert reference.plan_rows([16 * pages], 8, 1056, 4, None)[0] == max(each, -(-8 * pages // 1056))
+    assert reference.plan_rows([16 * 64] * 64, 8, 1056, 4, None)[0] == 32  # all warps have work
+
+
 def test_the_reference_agrees_with_torch() -> None:
     queries, pools = torch.randn(3, 4, 64).double(), torch.randn(2, 9, 2, 16, 64).double()
     pages, lengths = torch.randperm(9).view(3, 3), torch.tensor([20, 0, 48])
