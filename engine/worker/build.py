@@ -26,7 +26,7 @@ from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import Room, make_room
 from engine.linear import DenseLinear, Placement
 from engine.linear.chosen import ChosenProducts
-from engine.linear.plain_copies import PlainCopies, plain_copies
+from engine.linear.plain_copies import plain_copies
 from engine.linear.products import CpuProducts, NoProducts, open_products
 from engine.loading.border import AGAIN
 from engine.loading.formats import FolderFormat, read_folder
@@ -296,9 +296,7 @@ def _assemble(
     shape = kv_shape(config)
     sequences = settings.max_sequences or most_sequences(device)
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    plain = PlainCopies()
-    if device.type == "cuda":
-        plain = plain_copies(linears, sequences, free_bytes(device), placement.dtype)
+    plain = plain_copies(linears if device.type == "cuda" else (), sequences, free_bytes(device), placement.dtype)
     dense = [one for one in (*linears, *plain.held.values()) if isinstance(one, DenseLinear)]
     chosen = ChosenProducts(dense, _products_folder())
     beside = 0 if drafting is None else drafting.page_bytes

@@ -24,7 +24,7 @@ from engine.linear import Placement
 from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import check, weights_digest
-from engine.model.layers import few_rows_weights
+from engine.model.layers import few_rows_weights, portable
 from engine.model.layers.few_rows_cpu import why_not_few_rows
 from engine.model.rope import rope_tables
 from engine.model.split import Part, own_config
@@ -286,6 +286,8 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
         why = "is not in this build" if graph is None else f"does not serve: {graph.reason}"
         reasons = {name: None if name == "speculation" else f"the graph decoder {why}" for name in SWITCHES}
         if any(one.chosen and one.name == "portable" for one in report.decoders):
+            slow = portable.why_slow_attention(parts)
+            report.warnings += [] if slow is None else [f"long contexts are slow with the portable decoder: {slow}"]
             reasons |= {"graphs": None, "fused_kernels": None, "speculation": reasons["graphs"]}
         elif report.ranks:
             reasons["fused_kernels"] = SPLIT

@@ -152,6 +152,21 @@ def test_why_a_decoder_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one.name, one.chosen) for one in report.decoders] == [("fast", False), ("eager", True)]
 
 
+def test_what_the_portable_decoder_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, portable = (
+        replace(refuser(reason), decoder=name) for name, reason in (("graph", "not this one"), ("portable", None))
+    )
+    monkeypatch.setattr(doctor, "EXECUTORS", (graph, portable, EXECUTORS[-1]))
+    monkeypatch.setattr("engine.worker.doctor.portable.why_slow_attention", lambda parts: "heads of 96")
+    report = doctor.examine(settings())
+    assert [one.name for one in report.decoders if one.chosen] == ["portable"]
+    reasons = {one.name: one.reason for one in report.optimizations}
+    lacking = "the graph decoder does not serve: not this one"
+    assert reasons == {"fused_kernels": None, "graphs": None, "speculation": lacking, "two_pass_head": lacking}
+    assert {one.reason for one in report.proposers} == {"no executor in use verifies drafts"}
+    assert "long contexts are slow with the portable decoder: heads of 96" in report.warnings
+
+
 def test_no_decoder_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "EXECUTORS", (refuser("no graph here"),))
     assert doctor.examine(settings()).problems == ["no decoder can serve this model here (fast: no graph here)"]

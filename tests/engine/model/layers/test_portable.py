@@ -164,6 +164,8 @@ def test_what_it_refuses(tmp_path: Path) -> None:
     parts = loaded(tmp_path)
     assert executor.why_not(parts) == "needs a CUDA device"
     assert why_not(parts) == "activations are torch.float32, the portable kernels read bfloat16 and float16"
+    slow = portable.why_slow_attention(parts)
+    assert slow == "heads of 16, the kernel for many rows knows multiples of 64 up to 256"
     kind = replace(portable._kind(parts), dtype=torch.float16)
     assert kind.why_not() is None
     odd = replace(kind, heads=replace(kind.heads, dim=20))
