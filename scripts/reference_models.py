@@ -36,8 +36,7 @@ FORMATS: Mapping[str, FolderFormat] = {
 }
 H100 = gpu_of((9, 0), 132, 227 << 10)
 FUSED, EAGER, NONE = "fused", "eager", "–"
-# Fewer rows and a shorter context ask for the same kernels in fewer sizes.
-_SMALL = EngineSettings(model="", max_sequences=16, max_context=512)
+_BF16 = EngineSettings(model="", dtype="bfloat16")
 
 HEAD = """# Which models are fast
 
@@ -45,11 +44,11 @@ HEAD = """# Which models are fast
 what it would serve them with on an H100; lint fails where the answer changes. `whippet doctor --model FOLDER` says the
 same of a model that is here.
 
-**fused**: our own kernels in captured graphs compute few rows, many rows and prompts. **eager**: PyTorch computes
-everything, many times slower. "no …": some kind of rows is computed by eager. "unpacked": the kernels do not read the
-format in some of the model's shapes, whose weights are therefore kept in bf16. **–**: the format does not exist for the
-model. A number stands for a reason below the table. Folders in float16 are served as bf16 where `--dtype bfloat16` asks
-for that, else by eager.
+**fused**: our own kernels in captured graphs compute few rows, many rows and prompts. **portable**: captured graphs of
+PyTorch's products beside kernels of our own. **eager**: PyTorch alone, many times slower. "no …": some kind of rows is
+computed by eager. "unpacked": the kernels do not read the format in some of the model's shapes, whose weights are
+therefore kept in bf16. **–**: the format does not exist for the model. A number stands for a reason below the table.
+Folders in float16 are fused where `--dtype bfloat16` asks for that, else portable.
 """
 
 # Of the table of GPUs: their names, and models with a format.
@@ -89,7 +88,7 @@ def public_models(root: Path) -> tuple[PublicModel, ...]:
 
 def served(config: ModelConfig, form: FolderFormat) -> Served:
     try:
-        found = forecast(_SMALL, KernelQuery(config, form, H100))
+        found = forecast(_BF16, KernelQuery(config, form, H100), kernels=False)
     except BadConfig as error:
         if error.field != "group_size":
             raise
@@ -105,7 +104,6 @@ def served(config: ModelConfig, form: FolderFormat) -> Served:
 
 @functools.cache
 def models_page(root: Path) -> str:
-    """Renders the page, in some ten seconds."""
     reasons: list[str] = []
     rows = list(_rows(public_models(root), reasons))
     numbered = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
@@ -125,7 +123,6 @@ def _rows(models: Sequence[PublicModel], reasons: list[str]) -> Iterator[list[st
 
 @functools.cache
 def gpus_table(root: Path) -> str:
-    """Renders the table, in some ten seconds."""
     configs = {one.name: one.config for one in public_models(root)}
     known = [known_gpu(name) for name in GPUS]
     head = ["", *(f"{one.title}, {round(one.memory_mib / 1024)} GB, {one.architecture}" for one in known)]
@@ -135,9 +132,8 @@ def gpus_table(root: Path) -> str:
 
 
 def planned(config: ModelConfig, form: str, gpu: KnownGpu) -> str:
-    bf16 = EngineSettings(model="", dtype="bfloat16")
     try:
-        plan = make_plan(bf16, config, FORMATS[form], gpu).plan
+        plan = make_plan(_BF16, config, FORMATS[form], gpu, kernels=False).plan
     except Unsupported:
         return NONE
     if plan.tokens_per_second is None:

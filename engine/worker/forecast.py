@@ -28,11 +28,12 @@ class Forecast:
         return any(isinstance(one, DenseLinear) for one in self.parts.model.weights.in_order()[:-1])
 
 
-def forecast(settings: EngineSettings, what: KernelQuery) -> Forecast:
+def forecast(settings: EngineSettings, what: KernelQuery, kernels: bool = True) -> Forecast:
     """Chooses executors as a start does, over a model of shapes alone. Each is asked for its kernels in place of being
-    made. Raises Unsupported where the decoder that `settings` names could not serve."""
+    made; without `kernels`, which takes a tenth of the time, none is, and a block that does not fit the GPU is
+    overlooked. Raises Unsupported where the decoder that `settings` names could not serve."""
     wanted = WantedKernels(what.gpu)
-    registry = tuple(_asking(entry) for entry in EXECUTORS)
+    registry = tuple(_asking(entry, kernels) for entry in EXECUTORS)
     found: Forecast | None = None
     with torch.inference_mode():
         for parts in models_of_shapes(settings, what, wanted):
@@ -43,10 +44,10 @@ def forecast(settings: EngineSettings, what: KernelQuery) -> Forecast:
     return replace(found, kernels=frozenset(wanted.sources))
 
 
-def _asking(entry: ExecutorEntry) -> ExecutorEntry:
+def _asking(entry: ExecutorEntry, kernels: bool) -> ExecutorEntry:
     def make(parts: Parts) -> Executor:
         with making():
-            if entry.ask is not None:
+            if kernels and entry.ask is not None:
                 entry.ask(parts)
         return cast(Executor, entry)
 

@@ -73,8 +73,11 @@ class Planned:
     room: Room
 
 
-def make_plan(settings: EngineSettings, config: ModelConfig, form: FolderFormat, gpu: KnownGpu) -> Planned:
-    """Raises Unsupported for a model that has no room, or that the decoder of `settings` could not serve."""
+def make_plan(
+    settings: EngineSettings, config: ModelConfig, form: FolderFormat, gpu: KnownGpu, kernels: bool = True
+) -> Planned:
+    """`kernels`: whether they are listed. Raises Unsupported for a model that has no room, or that the decoder of
+    `settings` could not serve."""
     packed = form.in_memory is not None
     dtype = dtype_of_gpu(config.dtype, packed) if settings.dtype == "auto" else DTYPES[settings.dtype]
     weights = shape_weights(config, form, dtype)
@@ -86,7 +89,7 @@ def make_plan(settings: EngineSettings, config: ModelConfig, form: FolderFormat,
     copies = _copies_bytes(weights, sequences, free - weights.nbytes)
     left, there = free - weights.nbytes - copies, Placement(dtype, torch.device("cuda"))
     room = make_room(settings, sequences, config.max_context, shape, there, left)
-    found = forecast(settings, KernelQuery(config, form, gpu.shape, gpu.memory_bytes, dtype=dtype))
+    found = forecast(settings, KernelQuery(config, form, gpu.shape, gpu.memory_bytes), kernels)
     fused = found.choice.decoder == "graph"
     four = any(isinstance(one, CudaLinear) and one.matrix.format is Format.INT4 for one in weights.in_order())
     read = _step_bytes(config, weights, shape.page_bytes(dtype))

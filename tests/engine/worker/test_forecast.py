@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from engine.execution.registry import EXECUTORS
 from engine.kernels.build import BuildError, WantedKernels
@@ -23,12 +22,12 @@ from quant.checkpoint.spec import AwqSpec
 MODELS = Path(__file__).resolve().parents[3] / "bench" / "models"
 H100 = gpu_of((9, 0), 132, 227 << 10)
 PLAIN = FolderFormat(None)
-FEW = EngineSettings(model="", max_sequences=16, max_context=1024)
+FEW = EngineSettings(model="", dtype="bfloat16", max_sequences=16, max_context=1024)
 
 
-def query(form: FolderFormat = PLAIN, dtype: torch.dtype = torch.bfloat16, **changes: object) -> KernelQuery:
+def query(form: FolderFormat = PLAIN, **changes: object) -> KernelQuery:
     raw = json.loads((MODELS / "qwen3-0.6b" / "config.json").read_text())
-    return KernelQuery(parse_config({**raw, **changes}, "config.json"), form, H100, dtype=dtype)
+    return KernelQuery(parse_config({**raw, **changes}, "config.json"), form, H100)
 
 
 def test_a_model_that_all_kernels_read() -> None:
@@ -51,11 +50,11 @@ def test_columns_that_four_bits_do_not_have() -> None:
 
 def test_reasons_name_the_shape() -> None:
     found = forecast(FEW, query(FolderFormat(AwqSpec("gemm", 16)), hidden_size=528)).choice
-    assert found.decoder == "eager"
+    assert found.decoder == "portable"
     assert [one.reason for one in found.objections] == [
         "packed weights: groups of 16, the kernels know (32, 64, 128) and whole rows"
     ]
-    found = forecast(FEW, query(dtype=torch.float16)).choice
+    found = forecast(replace(FEW, dtype="float16"), query()).choice
     assert [one.reason for one in found.objections] == ["the model is float16, the kernels compute in bfloat16"]
     found = forecast(FEW, query(head_dim=96)).choice
     assert (found.decoder, [one.decoder for one in found.missing]) == ("graph", ["batched"])
