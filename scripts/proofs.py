@@ -34,13 +34,15 @@ class PytestCall:
 
 
 def parts(jobs: int) -> list[PytestCall]:
-    """Lists the calls of pytest that make up the proofs. Tests that measure time run last, one at a time, because load
-    from other tests would fail them."""
+    """Lists the calls of pytest that make up the proofs. Property tests of all tiers run beside the proofs, with all
+    their examples. Tests that measure time run last, one at a time, because load from other tests would fail them."""
     side_by_side = ("-n", str(jobs), "--dist", "worksteal")
     return [
-        PytestCall((*side_by_side, "--tier", "proofs", "--ignore=tests/timing")),
+        PytestCall(
+            (*side_by_side, "--tier", "proofs", "--tier", "properties", "--ignore=tests/timing"),
+            {"HYPOTHESIS_PROFILE": "full"},
+        ),
         PytestCall((*side_by_side, "--tier", "isa"), OLD_CPU),
-        PytestCall((*side_by_side, "--tier", "properties"), {"HYPOTHESIS_PROFILE": "full"}),
         PytestCall(("tests/timing",)),
     ]
 

@@ -1,4 +1,4 @@
-"""Which tier each test belongs to. `--tier` selects one; without it pytest runs whatever is named.
+"""Which tier each test belongs to. `--tier`, once or more, selects tiers; without it pytest runs whatever is named.
 
     lint         checks files against each other: documents, generated code, names, locks. `make lint` runs it.
     check        starts no process and takes a second at most. Run before each commit.
@@ -90,12 +90,14 @@ def unneeded(path: Path, tier: str) -> bool:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=TIERS, help="run the tests of one tier alone (tests/tiers.py)")
+    parser.addoption("--tier", action="append", choices=TIERS, help="run one tier's tests alone (tests/tiers.py)")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    tier = config.getoption("--tier")
-    return True if tier and collection_path.is_file() and unneeded(collection_path, tier) else None
+    tiers = config.getoption("--tier")
+    if not tiers or not collection_path.is_file():
+        return None
+    return all(unneeded(collection_path, tier) for tier in tiers) or None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -121,11 +123,12 @@ def _ensure_found(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if tier := config.getoption("--tier"):
-        if tier == "check":
+    if tiers := config.getoption("--tier"):
+        if "check" in tiers:
             _ensure_found(items)
-        config.hook.pytest_deselected(items=[item for item in items if not selected(item, tier)])
-        items[:] = [item for item in items if selected(item, tier)]
+        chosen = {id(item) for item in items if any(selected(item, tier) for tier in tiers)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
 
 
 def _guard(owner: Any, name: str) -> None:

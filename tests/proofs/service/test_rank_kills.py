@@ -21,8 +21,8 @@ from tests.service.test_main_ranks import SPLIT, ended, rank_pids, running, serv
 
 __all__ = ["serve", "template"]
 Serve = Callable[..., AbstractContextManager[Server]]
-KILLS = int(os.environ.get("RANK_KILLS", "6"))
-CALLERS = 4
+KILLS = int(os.environ.get("RANK_KILLS", "3"))
+CALLERS = 2
 
 
 class Callers:
@@ -64,7 +64,7 @@ def test_ranks_that_are_killed_at_random_moments(serve: Serve) -> None:
         expected = served(server)
         callers = Callers(server)
         for _ in range(KILLS):
-            time.sleep(seed.uniform(0, 8))
+            time.sleep(seed.uniform(0, 5))
             wait_for(lambda: bool(_ranks(server)))
             (rank,) = _ranks(server)
             engines = server.engine_pids()
