@@ -192,7 +192,7 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     make.add_argument("--budget", type=float, metavar="BITS", help=budget)
     make.add_argument("--text", type=Path, metavar="FILE", help="calibration text; default: English text that ships")
     make.add_argument("--own-text", action="store_true", help="have the model write the calibration text, slowly")
-    make.add_argument("--samples", type=int, default=40, metavar="N", help="calibration windows; default: %(default)s")
+    make.add_argument("--samples", type=int, default=32, metavar="N", help="calibration windows; default: %(default)s")
     make.add_argument(
         "--held-out", type=int, default=8, metavar="N", help="windows that only judge the result; default: %(default)s"
     )

@@ -53,7 +53,7 @@ class QuantizeOptions:
     budget: float | None = None
     text: Path | None = None
     own_text: bool = False
-    samples: int = 40
+    samples: int = 32
     held_out: int = 8
     length: int = 512
     seed: int = 0
@@ -142,6 +142,11 @@ def _groups(options: QuantizeOptions) -> tuple[int, ...]:
     return _GROUPS if options.group is None else (options.group,)
 
 
+def _within(config: ModelConfig, budget: float, groups: tuple[int, ...]) -> tuple[int]:
+    """The group that a plan within the budget has, so that losses are measured for it alone."""
+    return (min(group for group in groups if least_bits(config, (group,)) <= budget),)
+
+
 def _fitting(config: ModelConfig, options: QuantizeOptions) -> int:
     """The group that was asked for, or else the largest that all linears divide into. Raises CannotQuantize."""
     linears = layer_linears(config)
@@ -198,7 +203,7 @@ def _measured(
     model's own answers."""
     noted, weights = job.noted("plan"), job.kept("weights")
     if noted is None or weights is None:
-        groups = () if options.budget is None else _groups(options)
+        groups = () if options.budget is None else _within(decoder.config, options.budget, _groups(options))
         found = measure(decoder, windows.calibration, groups, lambda done, total: progress("parts", done, total))
         budget, weights = options.budget, found.weights
         noted = asdict(uniform(_group(options)) if budget is None else plan(found.parts, budget, groups))

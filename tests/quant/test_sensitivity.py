@@ -80,6 +80,7 @@ def test_measuring_twice_gives_the_same(decoder, reference):
 def test_a_token_counts_as_much_as_the_gradient_there_is_long(decoder, reference, monkeypatch):
     """Against one pass backward through the whole model, in turns of two windows; without groups nothing is lost."""
     monkeypatch.setattr("quant.sensitivity._AT_ONCE", 64)
+    monkeypatch.setattr("quant.sensitivity._PRECISION", "highest")
     windows = reference["eval_ids"][:128].view(4, 32)
     found = measure(decoder, windows, (), quiet)
     assert found.parts == ()
