@@ -191,8 +191,8 @@ class _Seen:
     gradients: Mapping[str, torch.Tensor]
     before: torch.Tensor
 
+    def lengths(self) -> torch.Tensor:
         """Returns how long the gradients are at each token, [S, T]."""
-        """[S, T]."""
         return torch.stack([gradient.square().sum(2) for gradient in self.gradients.values()]).sum(0).sqrt()
 
     def loss(self, weights: BlockWeights, rounded: Callable[[torch.Tensor], torch.Tensor]) -> float:
