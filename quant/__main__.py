@@ -184,15 +184,17 @@ def _add_quantize(make: argparse.ArgumentParser) -> None:
     )
     engines = "who does it; autoawq and bitsandbytes are packages to install; default: %(default)s"
     make.add_argument("--engine", choices=("own", "autoawq", "bitsandbytes"), default="own", help=engines)
-    groups = "inputs that share a scale: 32, 64 or 128; default: the largest that fits the model"
+    groups = "inputs that share a scale: 32, 64 or 128; default: the smallest that fits a budget"
     make.add_argument("--group", type=int, metavar="N", help=groups)
-    budget = "bits a weight: within it the linears that lose most stay in 8 bits; default: none does"
+    budget = (
+        "bits a weight: within it the linears that lose most stay in 8 bits; default: 4.75, or with --group none does"
+    )
     make.add_argument("--budget", type=float, metavar="BITS", help=budget)
     make.add_argument("--text", type=Path, metavar="FILE", help="calibration text; default: English text that ships")
     make.add_argument("--own-text", action="store_true", help="have the model write the calibration text, slowly")
-    make.add_argument("--samples", type=int, default=128, metavar="N", help="calibration windows; default: %(default)s")
+    make.add_argument("--samples", type=int, default=32, metavar="N", help="calibration windows; default: %(default)s")
     make.add_argument(
-        "--held-out", type=int, default=32, metavar="N", help="windows that only judge the result; default: %(default)s"
+        "--held-out", type=int, default=8, metavar="N", help="windows that only judge the result; default: %(default)s"
     )
     make.add_argument("--length", type=int, default=512, metavar="N", help="tokens in a window; default: %(default)s")
     make.add_argument("--seed", type=int, default=0, metavar="N", help="of the model's own text; default: %(default)s")

@@ -9,8 +9,8 @@ import torch
 
 from quant.errors import CannotQuantize
 
-_WIDTH: Final = 1024  # channels whose products are kept together; bounds memory to inputs * _WIDTH floats
-_DAMPING: Final = 0.05  # of the mean square of the inputs: keeps rare ones from moving weights far
+_WIDTH: Final = 2048  # channels whose products are kept together; bounds memory to inputs * _WIDTH floats
+_DAMPING: Final = 0.1  # of the mean square of the inputs: keeps rare ones from moving weights far
 
 
 class Activations:
@@ -24,10 +24,12 @@ class Activations:
         self.blocks = tuple(slice(first, min(first + width, inputs)) for first in range(0, inputs, width))
         self._products = [torch.zeros(size, size, device=device) for size in map(_length, self.blocks)]
 
-    def add(self, x: torch.Tensor) -> None:
-        """x: float32 [..., K]."""
+    def add(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """x: float32 [..., K]. weights: how much each token counts, [...], about 1 in the mean; None: all the same."""
         flat = x.reshape(-1, x.shape[-1])
         self._tokens += flat.shape[0]
+        if weights is not None:
+            flat = flat * weights.reshape(-1, 1).sqrt()
         self._magnitude += flat.abs().sum(0)
         for block, products in zip(self.blocks, self._products, strict=True):
             products.addmm_(flat[:, block].T, flat[:, block])

@@ -14,7 +14,7 @@ from quant.checkpoint.tensors import LayerForm, Norm, layer_form
 from quant.rotation import Rotation
 
 BlockWeights = dict[str, torch.Tensor]  # tensor names within the layer: "mlp.up_proj.weight", ...
-Observer = Callable[[str, torch.Tensor], None]  # a linear's name and its input [..., K]
+Observer = Callable[[str, torch.Tensor, torch.Tensor], None]  # a linear's name, input [..., K] and output [..., N]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +104,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def apply(weights: BlockWeights, linear: str, x: torch.Tensor, observe: Observer | None = None) -> torch.Tensor:
+    made = functional.linear(x, weights[f"{linear}.weight"], weights.get(f"{linear}.bias"))
     if observe is not None:
-        observe(linear, x)
-    return functional.linear(x, weights[f"{linear}.weight"], weights.get(f"{linear}.bias"))
+        observe(linear, x, made)
+    return made

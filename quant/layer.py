@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.activations import Activations
-from quant.block import Block, BlockWeights
+from quant.block import Block, BlockWeights, Observer
 from quant.checkpoint.forms import Int4Groups, Int8Rows
 from quant.checkpoint.rounding import round_rows
 from quant.errors import CannotQuantize
@@ -47,10 +47,18 @@ class LayerResult:
 
 class LayerCalibration:
     """Gathers what the linears of one layer read, while calibration text runs through it. `eight`: the linears that are
-    rounded to eight bits."""
+    rounded to eight bits. weights: how much each token counts for each fold, [folds, S, T]; None: all the same."""
 
-    def __init__(self, block: Block, group: int, eight: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        block: Block,
+        group: int,
+        eight: Collection[str],
+        device: torch.device,
+        weights: torch.Tensor | None = None,
+    ) -> None:
         self._eight = eight
+        self._weights = weights
         self._folds = folds(block.config)
         for fold in self._folds:
             if fold.inputs % group and not self._stays(fold):
@@ -61,9 +69,15 @@ class LayerCalibration:
             fold.linears[0]: Activations(fold.inputs, 1 if self._stays(fold) else group, device) for fold in self._folds
         }
 
-    def observe(self, linear: str, x: torch.Tensor) -> None:
-        if linear in self._seen:
-            self._seen[linear].add(x)
+    def observing(self, rows: slice) -> Observer:
+        """Returns what observes a pass of these sequences of the calibration text."""
+        weights = {} if self._weights is None else dict(zip(self._seen, self._weights[:, rows], strict=True))
+
+        def observe(linear: str, x: torch.Tensor, _: torch.Tensor) -> None:
+            if linear in self._seen:
+                self._seen[linear].add(x, weights.get(linear))
+
+        return observe
 
     def quantize(self, weights: BlockWeights) -> LayerResult:
         """`weights` is left as it is."""
@@ -107,7 +121,7 @@ def _rounded(weight: torch.Tensor, seen: Activations, feedback: Feedback | None)
     if feedback is None:
         return round_rows(weight), 0.0
     ranges = search_ranges(weight, seen)
-    return feedback.round(weight, ranges), ranges.clipped
+    return feedback.refine(weight, feedback.round(weight, ranges)), ranges.clipped
 
 
 def _relative(delta: torch.Tensor, weight: torch.Tensor, seen: Activations) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ from quant.sensitivity import BitPlan, least_bits, measure, plan, uniform
 Target = Literal["awq", "int8"]
 Engine = Literal["own", "autoawq", "bitsandbytes"]
 
+DEFAULT_BUDGET: Final = 4.75  # bits a weight; more where a model has many inputs that no group divides
 _GROUPS: Final = (128, 64, 32)  # what other readers of the layout take
 _PACKAGE_FORMAT: Final[Mapping[str, Target]] = {"autoawq": "awq", "bitsandbytes": "int8"}
 _OUTSIDE: Final = (EMBEDDING, FINAL_NORM, f"{HEAD}.weight")
@@ -40,9 +42,10 @@ _DERIVED: Final = re.compile(r"(model\.layers\.\d+\.self_attn\.|model\.)rotary_e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeOptions:
-    """group: None takes the largest that fits, or within a budget the smallest. budget: bits a weight, within which
-    the linears that lose most have eight; None: none has. text: calibration text; None: the one that ships. own_text:
-    the model writes it instead. samples and held_out: windows of `length` tokens."""
+    """budget: bits a weight, within which the linears that lose most have eight; None: none has. group: None takes
+    within a budget the smallest that fits, or else the largest. With neither our own engine takes a budget of
+    `DEFAULT_BUDGET`. text: calibration text; None: the one that ships. own_text: the model writes it instead. samples
+    and held_out: windows of `length` tokens."""
 
     format: Target = "awq"
     engine: Engine = "own"
@@ -50,8 +53,8 @@ class QuantizeOptions:
     budget: float | None = None
     text: Path | None = None
     own_text: bool = False
-    samples: int = 128
-    held_out: int = 32
+    samples: int = 32
+    held_out: int = 8
     length: int = 512
     seed: int = 0
     device: str = "cpu"
@@ -125,9 +128,11 @@ def _sized(config: ModelConfig, options: QuantizeOptions) -> QuantizeOptions:
         return options
     if options.group is not None and options.group not in _GROUPS:
         raise CannotQuantize(f"groups of {options.group}: choose one of {', '.join(map(str, _GROUPS))}")
-    if options.budget is None:
+    if options.budget is None and (options.group is not None or options.engine != "own"):
         return replace(options, group=_fitting(config, options))
     least = least_bits(config, _groups(options))
+    if options.budget is None:
+        return replace(options, budget=max(DEFAULT_BUDGET, math.ceil(least * 100) / 100))
     if options.budget < least:
         raise CannotQuantize(f"a budget of {options.budget:g} bits a weight: this model takes {least:.2f} at least")
     return options
@@ -135,6 +140,11 @@ def _sized(config: ModelConfig, options: QuantizeOptions) -> QuantizeOptions:
 
 def _groups(options: QuantizeOptions) -> tuple[int, ...]:
     return _GROUPS if options.group is None else (options.group,)
+
+
+def _within(config: ModelConfig, budget: float, groups: tuple[int, ...]) -> tuple[int]:
+    """The group that a plan within the budget has, so that losses are measured for it alone."""
+    return (min(group for group in groups if least_bits(config, (group,)) <= budget),)
 
 
 def _fitting(config: ModelConfig, options: QuantizeOptions) -> int:
@@ -182,27 +192,25 @@ def _recipe(
         if job.layers:
             raise CannotQuantize("the unfinished job lost its calibration state: remove the folder and start again")
         hidden = decoder.embed(windows.calibration)
-    return AwqRecipe(decoder, _plan(decoder, options, windows, job, progress), hidden.to(decoder.device))
+    bits, weights = _measured(decoder, options, windows, job, progress)
+    return AwqRecipe(decoder, bits, hidden.to(decoder.device), weights)
 
 
-def _plan(
+def _measured(
     decoder: Decoder, options: QuantizeOptions, windows: Windows, job: QuantizeJob, progress: Progress
-) -> BitPlan:
-    """Returns which linears have eight bits: from an earlier run of the job, or from the model's own answers."""
-    noted = job.noted("plan")
-    if noted is None:
-        noted = asdict(_new_plan(decoder, options, windows, progress))
+) -> tuple[BitPlan, torch.Tensor]:
+    """Returns which linears have eight bits, and how much tokens count: from an earlier run of the job, or from the
+    model's own answers."""
+    noted, weights = job.noted("plan"), job.kept("weights")
+    if noted is None or weights is None:
+        groups = () if options.budget is None else _within(decoder.config, options.budget, _groups(options))
+        found = measure(decoder, windows.calibration, groups, lambda done, total: progress("parts", done, total))
+        budget, weights = options.budget, found.weights
+        noted = asdict(uniform(_group(options)) if budget is None else plan(found.parts, budget, groups))
+        job.keep("weights", weights)
         job.note("plan", noted)
     eight = {int(layer): tuple(names) for layer, names in noted["eight"].items()}
-    return BitPlan(noted["group"], eight, noted["bits"])
-
-
-def _new_plan(decoder: Decoder, options: QuantizeOptions, windows: Windows, progress: Progress) -> BitPlan:
-    if options.budget is None:
-        return uniform(_group(options))
-    groups = _groups(options)
-    parts = measure(decoder, windows.calibration, groups, lambda done, total: progress("parts", done, total))
-    return plan(parts, options.budget, groups)
+    return BitPlan(noted["group"], eight, noted["bits"]), weights
 
 
 def _windows(

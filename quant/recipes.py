@@ -46,21 +46,24 @@ class Recipe(Protocol):
 
 class AwqRecipe:
     """Packed linears, everything else float16: in AutoAWQ's GEMM layout, or in that of compressed-tensors where some
-    linears have eight bits. hidden: [S, T, hidden], changed in place."""
+    linears have eight bits. hidden: [S, T, hidden], changed in place. weights: how much each token counts,
+    [layers, folds, S, T]."""
 
-    def __init__(self, decoder: Decoder, plan: BitPlan, hidden: torch.Tensor) -> None:
+    def __init__(self, decoder: Decoder, plan: BitPlan, hidden: torch.Tensor, weights: torch.Tensor) -> None:
         self._decoder = decoder
         self._plan = plan
         self._hidden = hidden
+        self._weights = weights
 
     def layer(self, index: int) -> LayerOutcome:
         hidden = self._hidden
         block, weights = self._decoder.block(index, hidden.shape[1]), self._decoder.layer(index)
         eight = self._plan.eight.get(index, ())
-        calibration = LayerCalibration(block, self._plan.group, eight, self._decoder.device)
+        counts = self._weights[index].to(hidden.device)
+        calibration = LayerCalibration(block, self._plan.group, eight, self._decoder.device, counts)
         before = hidden[:_ERROR_SEQUENCES].clone()
         for rows in batches(*hidden.shape[:2]):
-            hidden[rows] = block.forward(weights, hidden[rows], None, calibration.observe)
+            hidden[rows] = block.forward(weights, hidden[rows], None, calibration.observing(rows))
         after = hidden[:_ERROR_SEQUENCES]
         result = calibration.quantize(weights)
         lost = (block.forward(result.weights(), before) - after).norm() / (after - before).norm().clamp(min=1e-30)

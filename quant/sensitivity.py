@@ -1,31 +1,35 @@
-"""Measures how much the answers of a model change when a part of it is rounded to four bits, and chooses the parts that
-stay in eight.
+"""Measures how much the answers of a model change when its linears do: which tokens of the calibration text count for a
+linear, and what a part loses that is rounded to four bits, so that the parts that lose most stay in eight.
 
 The divergence from the model's own next-token distribution grows with the square of what rounding changes. Its second
-derivative is the mean square of the gradient of a sampled continuation's likelihood, so one pass backward over a little
-text gives the loss of every part: half the sum, over its weights, of squared gradient times squared change.
+derivative is the mean square of the gradient of a sampled continuation's likelihood, so one pass backward over the text
+tells both. A change of a linear's output at one token counts as much as the gradient there is long. A part loses half
+the mean square, over tokens, of that gradient times what rounding changes in the output.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch.nn import functional
 
+from quant.block import BlockWeights
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.errors import NotFinite
 from quant.checkpoint.rounding import round_rows
 from quant.checkpoint.tensors import layer_linears
 from quant.decoder import Decoder
 from quant.errors import CannotQuantize
-from quant.fold import folds
+from quant.fold import Fold, folds
 from quant.rounding import round_groups
 
-_SEQUENCES: Final = 8
-_LENGTH: Final = 256  # tokens of each
+_AT_ONCE: Final = 2048  # tokens: bounds what every layer reads, and what losses are measured on
+_PRECISION: Final = "medium"  # of products: bfloat16 where the processor has units for it, which halves the time
 _GROUP_BITS: Final = 16 + 4  # a group's scale and zero point
 _ROW_BITS: Final = 16  # a row's scale
 
@@ -107,25 +111,64 @@ def _within(parts: Sequence[LayerPart], budget: float, group: int) -> tuple[floa
     return spent, group, eight
 
 
-def measure(decoder: Decoder, windows: torch.Tensor, groups: Sequence[int], done: Done) -> tuple[LayerPart, ...]:
-    """windows: int [S, T], of which a few are read. `done` gets the layers that are done, of how many."""
-    ids = windows[:: max(1, len(windows) // _SEQUENCES)][:_SEQUENCES, :_LENGTH].long()
-    with torch.inference_mode(False), torch.no_grad():
-        inputs, x = [], decoder.embed(ids)
-        for index in range(decoder.config.layers):
-            inputs.append(x)
-            x = decoder.block(index, ids.shape[1]).forward(decoder.layer(index), x)
-        gradients = _of_answers(decoder, x)
-        parts: list[LayerPart] = []
-        for index in reversed(range(decoder.config.layers)):
-            parts += _layer(decoder, index, inputs.pop(), gradients, groups)
-            done(decoder.config.layers - index, decoder.config.layers)
-    return tuple(reversed(parts))
+@dataclass(frozen=True, slots=True, eq=False)
+class Sensitivity:
+    """parts: what they lose, where groups were asked for. weights: how much each token counts for the linears of each
+    fold, float32 [layers, folds, S, T], 1 in the mean over S and T."""
+
+    parts: tuple[LayerPart, ...]
+    weights: torch.Tensor
 
 
-def _of_answers(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-    """Gradients of the last layer's output, for continuations that the model itself draws. [S, T, hidden]."""
+def measure(decoder: Decoder, windows: torch.Tensor, groups: Sequence[int], done: Done) -> Sensitivity:
+    """windows: int [S, T]. `done` gets the steps that are done, of how many. Losses are measured on the first of some
+    parts of the windows, each spread over all of them."""
+    layers, kinds = decoder.config.layers, len(folds(decoder.config))
+    parts: list[LayerPart] = []
     random = torch.Generator().manual_seed(0)
+    turns = -(-windows.numel() // max(_AT_ONCE, windows.shape[1]))
+    with torch.inference_mode(False), torch.no_grad(), _products(_PRECISION):
+        weights = torch.empty(layers, kinds, *windows.shape)
+        for turn in range(turns):
+            inputs, x = [], decoder.embed(windows[turn::turns].long())
+            for index in range(layers):
+                inputs.append(x)
+                x = decoder.block(index, windows.shape[1]).forward(decoder.layer(index), x)
+            _check_finite(decoder, x)
+            gradients = _of_answers(decoder, x, random)
+            for index in reversed(range(layers)):
+                seen = _backward(decoder, index, inputs.pop(), gradients)
+                weights[index, :, turn::turns] = torch.stack([one.lengths() for one in seen]).cpu()
+                if turn == 0 and groups:
+                    parts += [_part(decoder, index, one, groups) for one in reversed(seen)]
+                gradients = seen[0].before
+                done(turn * layers + layers - index, turns * layers)
+    mean = weights.mean((2, 3), keepdim=True)
+    return Sensitivity(tuple(reversed(parts)), torch.where(mean > 0, weights / mean, 1.0))
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Sets the precision of float32 products, for the whole process."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _check_finite(decoder: Decoder, hidden: torch.Tensor) -> None:
+    if bool(torch.isfinite(hidden).all()):
+        return
+    for index in range(decoder.config.layers):
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in decoder.layer(index).values()):
+            raise NotFinite
+    raise CannotQuantize("the calibration text drives a layer's inputs beyond float32: give another text")
+
+
+def _of_answers(decoder: Decoder, hidden: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Gradients of the last layer's output, for continuations that the model itself draws. [S, T, hidden]."""
     gradients = torch.empty_like(hidden)
     for row, x in enumerate(hidden):
         with torch.enable_grad():
@@ -138,35 +181,56 @@ def _of_answers(decoder: Decoder, hidden: torch.Tensor) -> torch.Tensor:
     return gradients
 
 
-def _layer(
-    decoder: Decoder, index: int, inputs: torch.Tensor, gradients: torch.Tensor, groups: Sequence[int]
-) -> list[LayerPart]:
-    """The parts of one layer, last first. `gradients` become those of its input."""
-    block = decoder.block(index, inputs.shape[1])
-    weights = {name: tensor.clone() for name, tensor in decoder.layer(index).items()}
-    names = [f"{name}.weight" for name in layer_linears(decoder.config)]
-    squares = {name: torch.zeros_like(weights[name]) for name in names}
-    for row in range(len(inputs)):
-        with torch.enable_grad():
-            leaves = {name: weights[name].detach().requires_grad_() for name in names}
-            x = inputs[row : row + 1].detach().clone().requires_grad_()
-            out = block.forward({**weights, **leaves}, x)
-            found = torch.autograd.grad(out, [x, *leaves.values()], gradients[row : row + 1])
-        gradients[row] = found[0][0]
-        for name, gradient in zip(names, found[1:], strict=True):
-            squares[name].addcmul_(gradient, gradient)
-    parts = []
-    for fold in reversed(folds(decoder.config)):
-        fitting = [group for group in groups if fold.inputs % group == 0]
-        pairs = [(weights[f"{name}.weight"], squares[f"{name}.weight"]) for name in fold.linears]
-        four = {g: sum(_loss(w, round_groups(w, g).dequantize(w.dtype), s) for w, s in pairs) for g in fitting}
-        eight = sum(_loss(w, round_rows(w).dequantize(w.dtype), s) for w, s in pairs)
-        scale = 2 * inputs.shape[0] * inputs.shape[1]
-        size = sum(w.numel() for w, _ in pairs)
-        lost = {group: loss / scale for group, loss in four.items()}
-        parts.append(LayerPart(index, fold.linears, fold.inputs, size, lost, eight / scale))
-    return parts
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What a pass backward meets at one fold. x: its input. gradients: of each linear's output. before: of the input of
+    the layer."""
+
+    fold: Fold
+    x: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    before: torch.Tensor
+
+    def lengths(self) -> torch.Tensor:
+        """Returns how long the gradients are at each token, [S, T]."""
+        return torch.stack([gradient.square().sum(2) for gradient in self.gradients.values()]).sum(0).sqrt()
+
+    def loss(self, weights: BlockWeights, rounded: Callable[[torch.Tensor], torch.Tensor]) -> float:
+        """Nats a token, where each weight becomes what `rounded` makes of it."""
+        total = torch.zeros(self.x.shape[:2], device=self.x.device)
+        for name, gradient in self.gradients.items():
+            weight = weights[f"{name}.weight"]
+            total += (functional.linear(self.x, rounded(weight) - weight) * gradient).sum(2)
+        return float(total.square().mean()) / 2
 
 
-def _loss(weight: torch.Tensor, rounded: torch.Tensor, squares: torch.Tensor) -> float:
-    return float((rounded.sub_(weight).square_() * squares).sum())
+def _backward(decoder: Decoder, index: int, inputs: torch.Tensor, gradients: torch.Tensor) -> list[_Seen]:
+    """In the order of the folds. `gradients`: of the layer's output."""
+    weights = {name: tensor.clone() for name, tensor in decoder.layer(index).items()}  # grad takes no inference tensor
+    reads: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
+
+    def observe(linear: str, x: torch.Tensor, output: torch.Tensor) -> None:
+        reads[linear], made[linear] = x.detach(), output
+
+    with torch.enable_grad():
+        x = inputs.detach().clone().requires_grad_()
+        out = decoder.block(index, inputs.shape[1]).forward(weights, x, None, observe)
+        before, *found = torch.autograd.grad(out, [x, *made.values()], gradients)
+    by_name = dict(zip(made, found, strict=True))
+    return [
+        _Seen(fold, reads[fold.linears[0]], {name: by_name[name] for name in fold.linears}, before)
+        for fold in folds(decoder.config)
+    ]
+
+
+def _part(decoder: Decoder, index: int, seen: _Seen, groups: Sequence[int]) -> LayerPart:
+    weights, fold = decoder.layer(index), seen.fold
+
+    def four(group: int) -> float:
+        return seen.loss(weights, lambda weight: round_groups(weight, group).dequantize(weight.dtype))
+
+    size = sum(weights[f"{name}.weight"].numel() for name in fold.linears)
+    lost = {group: four(group) for group in groups if fold.inputs % group == 0}
+    eight = seen.loss(weights, lambda weight: round_rows(weight).dequantize(weight.dtype))
+    return LayerPart(index, fold.linears, fold.inputs, size, lost, eight)

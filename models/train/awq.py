@@ -33,7 +33,7 @@ def write_awq(lib: Path, work: Path, models: Path) -> None:
     calibration = _write(work / "calibration.txt", train[:: len(train) // CALIBRATION_DOCUMENTS])
     heldout = _write(work / "heldout.txt", splits["heldout"])
     base, out = models / TARGET, models / AWQ
-    quantize(base, out, QuantizeOptions(group=GROUP, text=calibration), _told)
+    quantize(base, out, QuantizeOptions(group=GROUP, text=calibration, samples=128, held_out=32), _told)
     defaults = out / "generation_config.json"
     defaults.write_text(json.dumps(generation_defaults(base), indent=2) + "\n", "utf-8")
     windows = text_windows(base, heldout, LENGTH)

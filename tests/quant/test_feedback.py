@@ -30,7 +30,7 @@ def slow(weight: torch.Tensor, ranges: Ranges, activations: Activations) -> torc
     products = activations.products(0).double()
     diagonal = products.diagonal()
     order = diagonal.argsort(descending=True, stable=True).tolist()
-    products = products + 0.05 * float(diagonal.mean()) * torch.eye(len(products), dtype=torch.float64)
+    products = products + 0.1 * float(diagonal.mean()) * torch.eye(len(products), dtype=torch.float64)
     left = weight.double().clone()
     codes = torch.empty(weight.shape, dtype=torch.uint8)
     for place, column in enumerate(order):
@@ -70,6 +70,50 @@ def test_the_output_errs_less_than_to_nearest(random):
     assert (fresh @ better.T).square().mean() < 0.7 * (fresh @ nearest.T).square().mean()
     assert torch.equal(found.scale.float(), ranges.scale)
     assert torch.equal(found.zero.float(), ranges.zero)
+
+
+def test_another_look_lessens_the_error_and_keeps_the_zero_points(random):
+    x, weight = correlated(1000, 256, random), torch.randn(64, 256, generator=random)
+    activations = seen(x, 32)
+    feedback = Feedback(activations)
+    once = feedback.round(weight, search_ranges(weight, activations))
+    before = once.packed.clone(), once.scale.clone()
+    twice = feedback.refine(weight, once)
+    assert all(torch.equal(a, b) for a, b in zip(before, (once.packed, once.scale), strict=True))
+    assert torch.equal(twice.zero, once.zero)
+    errors = [output_error(one.dequantize(torch.float32) - weight, activations) for one in (once, twice)]
+    assert errors[1] < 0.95 * errors[0]
+    assert (twice.scale / once.scale - 1).abs().max() < 0.3
+
+
+def test_no_scale_of_the_last_group_can_be_better(random):
+    """The last group is looked at last: its scale, fitted to its values, is the best there is."""
+    x, weight = correlated(300, 32, random), torch.randn(6, 32, generator=random)
+    activations = seen(x, 16)
+    feedback = Feedback(activations)
+    found = feedback.refine(weight, feedback.round(weight, search_ranges(weight, activations)))
+    products = activations.damped(0)
+
+    def errors(values: torch.Tensor) -> torch.Tensor:
+        delta = values.double() - weight
+        return ((delta @ products) * delta).sum(1)
+
+    own = found.dequantize(torch.float32)
+    signed = own[:, 16:] / found.scale[:, 1:].float()
+    for factor in (0.99, 0.999, 1.001, 1.01):
+        other = own.clone()
+        other[:, 16:] = signed * found.scale[:, 1:].float() * factor
+        assert bool((errors(own) <= errors(other) * (1 + 1e-4)).all())
+
+
+def test_a_group_of_zeros_keeps_its_scale():
+    activations = seen(torch.eye(64), 32)
+    weight = torch.zeros(4, 64)
+    feedback = Feedback(activations)
+    once = feedback.round(weight, search_ranges(weight, activations))
+    twice = feedback.refine(weight, once)
+    assert torch.equal(twice.packed, once.packed)
+    assert torch.equal(twice.scale, once.scale)
 
 
 def test_inputs_that_do_not_go_together_are_rounded_to_nearest(random):

@@ -38,9 +38,9 @@ def layer(request, random):
     return block, weights, x
 
 
-def quantized(block, weights, x, group=32, eight=()):
-    calibration = LayerCalibration(block, group, eight, CPU)
-    block.forward(weights, x, None, calibration.observe)
+def quantized(block, weights, x, group=32, eight=(), counts=None):
+    calibration = LayerCalibration(block, group, eight, CPU, counts)
+    block.forward(weights, x, None, calibration.observing(slice(None)))
     return calibration.quantize(weights)
 
 
@@ -72,6 +72,21 @@ def test_losses_name_every_linear_and_fall(layer):
     assert not any(name.endswith("proj.weight") for name in result.dense)
     again = quantized(block, weights, x)
     assert all(torch.equal(weight.packed, result.quantized[name].packed) for name, weight in again.quantized.items())
+
+
+def test_tokens_that_do_not_count_change_nothing(layer):
+    block, weights, x = layer
+    counts = torch.ones(4, *x.shape[:2])
+    counts[:, 8:] = 0
+    some, every = quantized(block, weights, x[:8]), quantized(block, weights, x)
+    without = quantized(block, weights, x, counts=counts)
+
+    def same(a, b):
+        """The share of values that are equal: sums in another order decide some ties otherwise."""
+        pairs = [(weight.packed == b.quantized[name].packed).float().mean() for name, weight in a.quantized.items()]
+        return float(torch.stack(pairs).mean())
+
+    assert same(some, without) > 0.99 > same(some, every)
 
 
 def test_linears_in_eight_bits_lose_next_to_nothing(layer):

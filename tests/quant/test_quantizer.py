@@ -21,7 +21,7 @@ from quant.decoder import Decoder
 from quant.errors import CannotQuantize
 from quant.evaluate import Comparison, Evaluation, evaluate
 from quant.metrics import Interval
-from quant.quantizer import QuantizeOptions, quantize
+from quant.quantizer import DEFAULT_BUDGET, QuantizeOptions, quantize
 from quant.report import QuantizeReport
 from quant.rounding import round_groups
 
@@ -419,16 +419,17 @@ def test_text_that_the_model_writes_is_written_once(source, tmp_path):
     assert "samples" not in {stage for stage, _ in again.heard}
 
 
-def test_without_group_and_text_the_largest_that_fits_and_the_text_that_ships(source, tmp_path):
+def test_without_group_and_text_the_default_budget_and_the_text_that_ships(source, tmp_path):
     report = quantize(source, tmp_path / "out", small(source, group=None, text=None), quiet)
-    assert report.options["group"] == 128
+    assert report.options["budget"] == DEFAULT_BUDGET
+    assert 4.625 < report.plan["bits"] <= DEFAULT_BUDGET
+    assert report.plan["group"] == 32
     assert report.options["text"].startswith("calibration.txt, SHA-256 ")
 
 
 @pytest.mark.parametrize(
     ("width", "group", "said"),
     [
-        (100, None, "mlp.down_proj has 100 inputs, not whole groups of 32: --format int8 fits this model"),
         (96, 64, "mlp.down_proj has 96 inputs, not whole groups of 64: --group 32 fits this model"),
         (100, 128, "mlp.down_proj has 100 inputs, not whole groups of 128: --format int8 fits this model"),
     ],

@@ -39,19 +39,20 @@ def quiet(done: int, total: int) -> None:
 
 
 def test_every_linear_is_in_one_part(decoder, reference):
-    found = measure(decoder, reference["eval_ids"][:512].view(8, 64), (32, 64), quiet)
+    found = measure(decoder, reference["eval_ids"][:512].view(8, 64), (32, 64), quiet).parts
     assert [part.layer for part in found] == sorted(part.layer for part in found)
     for index in range(decoder.config.layers):
         named = [name for part in found if part.layer == index for name in part.linears]
         assert named == list(layer_linears(decoder.config))
     assert all(part.four.keys() == {32, 64} for part in found)
-    assert all(0 < part.eight < 0.1 * part.four[32] < 0.1 * part.four[64] for part in found)
+    assert all(0 < part.eight < 0.2 * min(part.four.values()) for part in found)
+    assert sum(part.four[32] for part in found) < 0.9 * sum(part.four[64] for part in found)
 
 
 def test_the_losses_are_those_of_rounding(decoder, reference):
     """The sum of all, against the divergence of the model with every linear rounded: within a factor of two."""
     windows = reference["eval_ids"][:4096].view(32, 128).long()
-    found = sum(part.four[64] for part in measure(decoder, windows, (64,), quiet))
+    found = sum(part.four[64] for part in measure(decoder, windows, (64,), quiet).parts)
     judged = reference["eval_ids"][8192:9216].view(8, 128).long()
     with torch.inference_mode():
         x = changed = decoder.embed(judged)
@@ -71,7 +72,51 @@ def test_measuring_twice_gives_the_same(decoder, reference):
     windows = reference["eval_ids"][:256].view(4, 64)
     with torch.inference_mode():  # as the quantizer calls it
         first = measure(decoder, windows, (64,), quiet)
-    assert first == measure(decoder, windows, (64,), quiet)
+    again = measure(decoder, windows, (64,), quiet)
+    assert first.parts == again.parts
+    assert torch.equal(first.weights, again.weights)
+
+
+def test_a_token_counts_as_much_as_the_gradient_there_is_long(decoder, reference, monkeypatch):
+    """Against one pass backward through the whole model, in turns of two windows; without groups nothing is lost."""
+    monkeypatch.setattr("quant.sensitivity._AT_ONCE", 64)
+    monkeypatch.setattr("quant.sensitivity._PRECISION", "highest")
+    windows = reference["eval_ids"][:128].view(4, 32)
+    found = measure(decoder, windows, (), quiet)
+    assert found.parts == ()
+    assert found.weights.shape == (decoder.config.layers, len(folds(decoder.config)), *windows.shape)
+    assert torch.allclose(found.weights.mean((2, 3)), torch.ones(1))
+    for place, seen in enumerate(whole_pass(decoder, [windows[0::2], windows[1::2]])):
+        layer, fold = divmod(place, len(folds(decoder.config)))
+        expected = torch.empty(windows.shape)
+        expected[0::2], expected[1::2] = seen
+        assert torch.allclose(found.weights[layer, fold], expected / expected.mean(), rtol=1e-3)
+
+
+def whole_pass(decoder, turns):
+    """Lengths of gradients by layer and fold, for each of the turns."""
+    random = torch.Generator().manual_seed(0)
+    lengths = []
+    for ids in turns:
+        made = []
+        x = decoder.embed(ids).requires_grad_()
+        for index in range(decoder.config.layers):
+            outputs = {}
+            block, weights = decoder.block(index, ids.shape[1]), decoder.layer(index)
+            x = block.forward(
+                {name: tensor.clone() for name, tensor in weights.items()},
+                x,
+                None,
+                lambda linear, _, output, outputs=outputs: outputs.update({linear: output}),
+            )
+            made += [[outputs[name] for name in fold.linears] for fold in folds(decoder.config)]
+        logits = decoder.logits(decoder.finish(x))
+        drawn = torch.stack([torch.multinomial(one.detach().softmax(1), 1, generator=random) for one in logits])
+        loss = -logits.log_softmax(2).gather(2, drawn).sum()
+        flat = [output for outputs in made for output in outputs]
+        found = iter(torch.autograd.grad(loss, flat))
+        lengths.append([sum(next(found).square().sum(2) for _ in outputs).sqrt() for outputs in made])
+    return list(zip(*lengths, strict=True))
 
 
 @settings(max_examples=example_count(100), deadline=None)
