@@ -138,4 +138,5 @@ def test_the_configs_have_the_shapes_of_the_models() -> None:
         layer = hidden * (2 * heads * head + 3 * inner)
         tables = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
         sizes[folder.name] = round((config["num_hidden_layers"] * layer + tables) / 1e9, 2)
-    assert sizes == {"mistral-7b": 7.24, "mistral-7b-awq": 7.24, "qwen3-0.6b": 0.6, "qwen3-0.6b-awq": 0.6}
+    llama = {"llama-3.1-8b": 8.03, "llama-70b-awq": 70.55}
+    assert sizes == {**llama, "mistral-7b": 7.24, "mistral-7b-awq": 7.24, "qwen3-0.6b": 0.6, "qwen3-0.6b-awq": 0.6}
