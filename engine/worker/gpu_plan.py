@@ -76,8 +76,8 @@ class Planned:
 def make_plan(
     settings: EngineSettings, config: ModelConfig, form: FolderFormat, gpu: KnownGpu, kernels: bool = True
 ) -> Planned:
-    """`kernels`: whether they are listed. Raises Unsupported for a model that has no room, or that the decoder of
-    `settings` could not serve."""
+    """Raises Unsupported for a model that has no room, or that the decoder of `settings` could not serve. `kernels`:
+    whether they are listed."""
     packed = form.in_memory is not None
     dtype = dtype_of_gpu(config.dtype, packed) if settings.dtype == "auto" else DTYPES[settings.dtype]
     weights = shape_weights(config, form, dtype)
