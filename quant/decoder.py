@@ -100,6 +100,15 @@ class Decoder:
             out[..., rows] = hidden @ head[rows].to(self.device).float().T
         return out
 
+    def logits_backward(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Gradients of logits [..., vocab] -> of what the head reads, [..., hidden]."""
+        head = self._head()
+        out = torch.zeros(*gradients.shape[:-1], self.config.hidden_size, device=self.device)
+        for first in range(0, gradients.shape[-1], _VOCAB_AT_ONCE):
+            rows = slice(first, first + _VOCAB_AT_ONCE)
+            out += gradients[..., rows] @ head[rows].to(self.device).float()
+        return out
+
     def generate(self, prompts: torch.Tensor, steps: int, pick: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """int [S, P] -> int64 [S, P + steps]; `pick` turns logits [S, vocab] into ids [S]."""
         ids = prompts.long().to(self.device)

@@ -173,11 +173,11 @@ def _of_answers(decoder: Decoder, hidden: torch.Tensor, random: torch.Generator)
     for row, x in enumerate(hidden):
         with torch.enable_grad():
             x = x.detach().clone().requires_grad_()
-            logits = decoder.logits(decoder.finish(x))
-            chances = logits.detach().cpu().softmax(1)
-            drawn = torch.multinomial(chances, 1, generator=random).squeeze(1).to(logits.device)
-            loss = functional.cross_entropy(logits, drawn, reduction="sum")
-            (gradients[row],) = torch.autograd.grad(loss, x)
+            read = decoder.finish(x)
+        chances = decoder.logits(read.detach()).softmax(1)
+        drawn = torch.multinomial(chances.cpu(), 1, generator=random).to(chances.device)
+        chances.scatter_add_(1, drawn, torch.full_like(chances[:, :1], -1.0))  # now the gradient of the logits
+        (gradients[row],) = torch.autograd.grad(read, x, decoder.logits_backward(chances))
     return gradients
 
 
