@@ -62,7 +62,7 @@ def nearest(base: Path, out: Path, group: int) -> Path:
             tensors[name] = tensor.half()
     out.mkdir()
     save_file(tensors, out / "model.safetensors")
-    config = AwqRecipe(decoder, uniform(group), torch.empty(0)).config(read_config(base))
+    config = AwqRecipe(decoder, uniform(group), torch.empty(0), torch.empty(0)).config(read_config(base))
     (out / "config.json").write_text(json.dumps(config))
     shutil.copyfile(base / "tokenizer.json", out / "tokenizer.json")
     return out
