@@ -46,7 +46,7 @@ _STEPS, _TIMES = 4, 12  # of a graph that is timed, and how often
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class MeasuredEngine:
     parts: Parts
     runner: ModelRunner
 
@@ -89,7 +89,7 @@ def own_step_seconds(parts: Parts) -> float:
     return statistics.median(found) / _STEPS
 
 
-def measured(arm: Arm, workload: str, rounds: int) -> dict[str, Any]:
+def measured(arm: MeasuredEngine, workload: str, rounds: int) -> dict[str, Any]:
     if workload == "user128":
         return _stream(arm, rounds)
     info = arm.runner.info
@@ -103,7 +103,7 @@ def measured(arm: Arm, workload: str, rounds: int) -> dict[str, Any]:
     return {"ttft_ms": round(statistics.median(firsts) * 1e3, 2)}
 
 
-def _stream(arm: Arm, rounds: int) -> dict[str, Any]:
+def _stream(arm: MeasuredEngine, rounds: int) -> dict[str, Any]:
     warm, *others = prompts(rounds + 1, _USER, arm.runner.info.vocab_size)
     answer(arm.runner, 1, warm, _TOKENS)
     answers = [answer(arm.runner, 2 + at, prompt, _TOKENS) for at, prompt in enumerate(others)]
@@ -141,7 +141,7 @@ def command(argv: Sequence[str] | None = None) -> Result:
     )
     began = time.monotonic()
     prepared = prepare(settings, lambda stage, done, total: None)
-    arm = Arm(prepared.parts, make_runner(settings, prepared, lambda stage, done, total: None))
+    arm = MeasuredEngine(prepared.parts, make_runner(settings, prepared, lambda stage, done, total: None))
     gc.collect()
     gc.freeze()  # as an engine process does
     decoder, seconds = arm.runner.info.decoder, time.monotonic() - began

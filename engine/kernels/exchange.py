@@ -26,7 +26,7 @@ class Channels:
         return self.counts.shape[0] * self.room
 
     def values(self, blocks: int, words: int) -> dict[str, Argument]:
-        """Returns the arguments of a launch of so many blocks, each of which sends `words` words at most."""
+        """Returns the arguments of a launch of `blocks` blocks, each of which sends `words` words at most."""
         if blocks > self.counts.shape[0] or words > self.room:
             raise ValueError(f"{blocks} blocks of {words} words have no channels")
         numbers = {"rank": self.rank, "half": self.half, "room": self.room}

@@ -173,7 +173,7 @@ def _started(settings: EngineSettings) -> Ranks | None:
 
 
 def pays(settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int) -> bool:
-    """Returns whether a model should be split over so many GPUs where nothing else was asked for."""
+    """Returns whether a model should be split over `ranks` GPUs, where nobody chose a number."""
     if settings.draft_model is not None or why_not_split(config, form.in_memory, ranks) is not None:
         return False
     return why_no_peers(ranks) is None and weight_bytes(config, form) >= PAYS_FROM * (ranks - 1)
