@@ -67,7 +67,7 @@ class ModelOptions:
         "auto", "of keys and values in their pages: `fp8` takes half the memory, for a little accuracy; auto: dtype's"
     )
     tensor_parallel: TensorParallel = setting(
-        "auto", "processes that share every layer, 1 to 64; auto: as many GPUs as are of use", ge=1, le=64
+        1, "processes that share every layer, 1 to 64; auto: as many GPUs as are of use", ge=1, le=64
     )
     seed: int = setting(0, "of dummy weights", ge=0)
     draft_model: str | None = setting(

@@ -159,7 +159,7 @@ def prepare(
 def _started(settings: EngineSettings) -> Ranks | None:
     """Starts the other ranks of a model that is to be split. Raises InvalidModel or Unsupported before any is."""
     device = pick_device(settings.device)
-    if settings.tensor_parallel == "auto" and device.type == "cpu":
+    if settings.tensor_parallel == 1 or (settings.tensor_parallel == "auto" and device.type == "cpu"):
         return None
     config, form = read_folder(Path(settings.model), settings.quantization)
     form = form.on(device.type)
@@ -173,7 +173,7 @@ def _started(settings: EngineSettings) -> Ranks | None:
 
 
 def pays(settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int) -> bool:
-    """Returns whether a model should be split over `ranks` GPUs, where nobody chose a number."""
+    """Returns whether a model should be split over `ranks` GPUs, where `auto` decides."""
     if settings.draft_model is not None or why_not_split(config, form.in_memory, ranks) is not None:
         return False
     return why_no_peers(ranks) is None and weight_bytes(config, form) >= PAYS_FROM * (ranks - 1)

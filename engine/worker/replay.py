@@ -123,7 +123,7 @@ def replay(recording: Recording, runner: Runner) -> ReplayOutcome:
 
 def settings_of(recording: Recording, model: str, device: Device | None, decoder: DecoderChoice) -> EngineSettings:
     """Recorded settings, but for the given model, device and decoder. One process repeats steps of a split model."""
-    info, changes = recording.info, dict[str, Any](tensor_parallel="auto")
+    info, changes = recording.info, dict[str, Any](tensor_parallel=1)
     if info.dtype in get_args(Dtype):
         changes["dtype"] = info.dtype
     if device is not None:

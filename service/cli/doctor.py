@@ -60,9 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", default=model.quantization, choices=get_args(Quantization), help=_AS_SERVE)
     parser.add_argument("--kv-dtype", default=model.kv_dtype, choices=get_args(KvDtype), help=_AS_SERVE)
     parser.add_argument("--decoder", default=model.decoder, metavar="NAME", help=_AS_SERVE)
-    parser.add_argument(
-        "--tensor-parallel", default=str(model.tensor_parallel), type=_ranks, metavar="N", help=_AS_SERVE
-    )
+    parser.add_argument("--tensor-parallel", default=model.tensor_parallel, type=_ranks, metavar="N", help=_AS_SERVE)
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="as for `whippet serve`")
     parser.add_argument("--draft-model", metavar="FOLDER", help="report whether it can draft for that of --model")
     parser.add_argument(
@@ -92,7 +90,7 @@ def _no_plan(flags: argparse.Namespace) -> str | None:
     others = {
         "--device": flags.device != "auto",
         "--draft-model": flags.draft_model is not None,
-        "--tensor-parallel": flags.tensor_parallel not in ("auto", "1"),
+        "--tensor-parallel": flags.tensor_parallel not in ("auto", 1),
         "--digest": flags.digest,
         "--chat-template": flags.chat_template is not None,
     }
@@ -100,10 +98,10 @@ def _no_plan(flags: argparse.Namespace) -> str | None:
     return f"--gpu plans for one GPU and reads the config alone: leave out {', '.join(given)}" if given else None
 
 
-def _ranks(word: str) -> str:
+def _ranks(word: str) -> int | str:
     if word != "auto" and not (word.isdecimal() and 1 <= int(word) <= 64):
         raise argparse.ArgumentTypeError("write auto, or a number from 1 to 64")
-    return word
+    return word if word == "auto" else int(word)
 
 
 def plan(flags: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +159,7 @@ def _ahead(folder: Path | None) -> tuple[str | None, list[str]]:
 def _engine_report(flags: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--device", flags.device, "--dtype", flags.dtype, "--decoder", flags.decoder]
     arguments += ["--quantization", flags.quantization, "--kv-dtype", flags.kv_dtype]
-    arguments += ["--tensor-parallel", flags.tensor_parallel]
+    arguments += ["--tensor-parallel", str(flags.tensor_parallel)]
     if flags.digest:
         arguments.append("--digest")
     if flags.gpu is not None:
