@@ -133,10 +133,12 @@ def test_the_configs_have_the_shapes_of_the_models() -> None:
     sizes = {}
     for folder in sorted((ROOT / "bench" / "models").iterdir()):
         config = json.loads((folder / "config.json").read_text())
-        inner, hidden, head = config["intermediate_size"], config["hidden_size"], config["head_dim"]
+        inner, hidden = config["intermediate_size"], config["hidden_size"]
+        head = config.get("head_dim") or hidden // config["num_attention_heads"]
         heads = config["num_attention_heads"] + config["num_key_value_heads"]
         layer = hidden * (2 * heads * head + 3 * inner)
         tables = config["vocab_size"] * hidden * (1 if config["tie_word_embeddings"] else 2)
         sizes[folder.name] = round((config["num_hidden_layers"] * layer + tables) / 1e9, 2)
+    small = {"gemma3-1b": 1.0, "smollm2-135m": 0.13, "smollm2-135m-awq": 0.13}
     llama = {"llama-3.1-8b": 8.03, "llama-70b-awq": 70.55}
-    assert sizes == {**llama, "mistral-7b": 7.24, "mistral-7b-awq": 7.24, "qwen3-0.6b": 0.6, "qwen3-0.6b-awq": 0.6}
+    assert sizes == {**small, **llama, "mistral-7b": 7.24, "mistral-7b-awq": 7.24, "qwen3-0.6b": 0.6, "qwen3-0.6b-awq": 0.6}
