@@ -141,4 +141,11 @@ def test_the_configs_have_the_shapes_of_the_models() -> None:
         sizes[folder.name] = round((config["num_hidden_layers"] * layer + tables) / 1e9, 2)
     small = {"gemma3-1b": 1.0, "smollm2-135m": 0.13, "smollm2-135m-awq": 0.13}
     llama = {"llama-3.1-8b": 8.03, "llama-70b-awq": 70.55}
-    assert sizes == {**small, **llama, "mistral-7b": 7.24, "mistral-7b-awq": 7.24, "qwen3-0.6b": 0.6, "qwen3-0.6b-awq": 0.6}
+    assert sizes == {
+        **small,
+        **llama,
+        "mistral-7b": 7.24,
+        "mistral-7b-awq": 7.24,
+        "qwen3-0.6b": 0.6,
+        "qwen3-0.6b-awq": 0.6,
+    }
