@@ -71,8 +71,11 @@ def place_weight(
     bias: torch.Tensor | None,
     placement: Placement,
     kernels: CudaKernels | None = None,
+    *,
+    unpack: bool = True,
 ) -> Linear:
-    """`kernels`: how a GPU multiplies; None, as for a CPU without products: by plain tiles."""
+    """`kernels`: how a GPU multiplies; None, as for a CPU without products: by plain tiles. `unpack`: whether packed
+    weights that no kernel reads become plain on a GPU."""
     bias = None if bias is None else bias.to(placement.device, torch.float32)
     if isinstance(weight, Dense):
         matrix = placement.matrix(*weight.shape).copy_(weight.weight)
@@ -84,7 +87,7 @@ def place_weight(
     weight = _to_device(weight, placement.device)
     if why_not_cuda(weight) is None:
         return CudaLinear(to_matrix(weight), bias, kernels)
-    return _unpacked(weight, bias, placement)
+    return _unpacked(weight, bias, placement) if unpack else CanonicalLinear(weight, bias)
 
 
 def _unpacked(weight: Int4Groups | Int8Rows, bias: torch.Tensor | None, placement: Placement) -> Linear:

@@ -332,9 +332,8 @@ def _proposers(chosen: str | None, parts: Parts | None, draft: Parts | None) -> 
 
 def _parts(config: ModelConfig, form: FolderFormat, placement: Placement, kept: KvDtype = "auto") -> Parts:
     """Enough for an executor's `why_not`: weights without memory, one page, one slot."""
-    model = Transformer(
-        config, shape_weights(config, form, placement.dtype), rope_tables(config, 1, placement.device), placement
-    )
+    weights = shape_weights(config, form, placement.dtype, placement.device.type)
+    model = Transformer(config, weights, rope_tables(config, 1, placement.device), placement)
     shape = kv_shape(config)
     stored = stored_as(kept, placement.activations.dtype)
     pool = KvCache(shape, 1, placement.activations, placement.device.type == "cpu", stored)
@@ -355,7 +354,7 @@ def _ranks(
     for part in (Part(rank, ranks, splits_vocabulary=device.type != "cuda") for rank in range(ranks)):
         tokens = part.vocabulary(config.vocab_size).size
         own = replace(own_config(config, part), vocab_size=tokens)
-        size = shape_weights(own, form, dtype).nbytes
+        size = shape_weights(own, form, dtype, device.type).nbytes
         found.append(RankReport(part.rank, own.heads, own.kv_heads, own.intermediate_size, tokens, size))
     return found
 

@@ -23,9 +23,11 @@ from quant.checkpoint.tensors import Shapes, plain_tensors
 _META = torch.device("meta")
 
 
-def shape_weights(config: ModelConfig, form: FolderFormat, dtype: torch.dtype) -> Weights:
+def shape_weights(config: ModelConfig, form: FolderFormat, dtype: torch.dtype, device: str = "cuda") -> Weights:
+    """`device`: the type of the one that is to have them. A CPU keeps packed weights of any shape packed."""
+
     def linear(_: TensorSource, projection: Projection, nowhere: Placement) -> Linear:
-        return _linear(form.in_memory, projection, nowhere)
+        return _linear(form.in_memory, projection, nowhere, packed=device == "cpu")
 
     return load_weights(config, _Shapes(plain_tensors(config), dtype), linear, Placement(dtype, _META))
 
@@ -44,18 +46,18 @@ def fewer_layers(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, We
     return replace(config, windows=windows), replace(weights, layers=tuple(layers[at] for at in kept))
 
 
-def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement) -> Linear:
+def _linear(spec: QuantSpec | None, projection: Projection, nowhere: Placement, *, packed: bool) -> Linear:
     kept = {_kept(spec, prefix) for prefix in projection.prefixes}
     if len(kept) > 1:  # plain parts beside packed ones
         each = zip(projection.prefixes, projection.out_features, strict=True)
         parts = (Projection((prefix,), (rows,), projection.in_features, projection.bias) for prefix, rows in each)
-        return JoinedLinear(tuple(_linear(spec, part, nowhere) for part in parts))
+        return JoinedLinear(tuple(_linear(spec, part, nowhere, packed=packed) for part in parts))
     rows, columns = sum(projection.out_features), projection.in_features
     bias = torch.empty(rows, dtype=torch.float32, device=_META) if projection.bias else None
     if spec is None or kept == {"plain"}:
         return DenseLinear(nowhere.matrix(rows, columns), None if bias is None else bias.to(nowhere.dtype))
-    packed = DummyLinears(spec, 0, _META)(_Shapes({}, nowhere.dtype), projection.prefixes[0], columns, rows)
-    return place_weight(packed.weight, bias, nowhere)
+    read = DummyLinears(spec, 0, _META)(_Shapes({}, nowhere.dtype), projection.prefixes[0], columns, rows)
+    return place_weight(read.weight, bias, nowhere, unpack=not packed)
 
 
 def _kept(spec: QuantSpec | None, prefix: str) -> str:

@@ -155,7 +155,7 @@ def mixed(root: Path, eight: dict[int, tuple[str, ...]]) -> Path:
         held |= {f"{name}.{stem}": tensor for stem, tensor in write_packed(rounded).items()}
         plain[f"{name}.weight"] = rounded.dequantize(torch.float32)
     recipe = AwqRecipe(
-        Decoder.open(write(root / "plain", config, plain)), BitPlan(32, eight, 5.0), torch.zeros(1, 1, 1)
+        Decoder.open(write(root / "plain", config, plain)), BitPlan(32, eight, 5.0), torch.zeros(1, 1, 1), torch.ones(0)
     )
     return write(root / "mixed", recipe.config(config), held)
 

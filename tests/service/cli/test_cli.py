@@ -216,6 +216,7 @@ def flags(**given: Any) -> argparse.Namespace:
             "quantization": "auto",
             "kv_dtype": "auto",
             "tensor_parallel": "auto",
+            "gpu": None,
             "cache_dir": None,
             "prebuilt_dir": None,
             "digest": False,
