@@ -102,7 +102,7 @@ def test_kernels_compile_and_fit(target: str) -> None:
     gpu = gpu_of(capability, SERVERS[capability][0], SHARED[capability])
     wanted = {case: asked(gpu, *case) for case in (PLAIN, PACKED)}
     sources = {name for found in wanted.values() for name, _ in found}
-    every = {path.stem for path in SOURCES.glob("*.cu")}
+    every = {path.stem for path in SOURCES.glob("*.cu")} - {"exchange_sum"}  # which split models alone ask for
     instead = {"prefill_attention"} if gpu.warpgroups else set(OF_WARPGROUPS)
     assert every - set(TWO_PASSES) - instead <= sources <= every - instead
     reserved = RESERVED if capability >= (9, 0) else 0
