@@ -87,7 +87,7 @@ RULES: dict[str, Schema] = {
     "redis.keySecret": NAME,
     "redis.bundled.maxmemoryMiB": POSITIVE,
     "redis.bundled.resources": OBJECT,
-    "gpu.count": {"enum": [0, 1]},
+    "gpu.count": {"type": "integer", "minimum": 0, "maximum": 64},
     "resources": OBJECT,
     "cacheDir.sizeLimit": QUANTITY,
     "nodeSelector": LABELS,
