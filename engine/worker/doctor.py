@@ -122,7 +122,7 @@ def _asked(argv: Sequence[str]) -> tuple[EngineSettings, bool, str | None]:
     parser.add_argument("--quantization", default="auto", choices=get_args(Quantization))
     parser.add_argument("--kv-dtype", default="auto", choices=get_args(KvDtype))
     parser.add_argument("--decoder", default="auto", choices=get_args(DecoderChoice))
-    parser.add_argument("--tensor-parallel", default="auto", type=lambda word: word if word == "auto" else int(word))
+    parser.add_argument("--tensor-parallel", default=1, type=lambda word: word if word == "auto" else int(word))
     parser.add_argument("--draft-model", default="")
     parser.add_argument("--digest", action="store_true")
     parser.add_argument("--gpu")
@@ -155,7 +155,7 @@ def examine(settings: EngineSettings, digest: bool = False) -> DoctorReport:
         if config is not None and ranks > 1:
             report.ranks = _ranks(settings, config, form, ranks, dtype, device)
             if device.type == "cuda" and (reason := hardware.why_no_peers(ranks)) is not None:
-                report.warnings.append(f"sums over {ranks} GPUs go through NCCL, and no step is captured: {reason}")
+                report.warnings.append(hardware.through_nccl(ranks, reason))
         if parts is not None:
             report.model = _model(settings, form, parts, draft, digest, report)
             report.optimizations = _switches(parts, report)

@@ -231,7 +231,7 @@ class RankLink:
 
 
 class Gloo:
-    """An `RankExchange` between processes of one machine."""
+    """A `RankExchange` between processes of one machine."""
 
     def __init__(self, part: Part, folder: Path, timeout: float) -> None:
         """Waits for the other ranks. `folder`: private to the group; `timeout`: seconds that any rank may lag."""
@@ -285,7 +285,7 @@ class _OnGpus:
 
 
 class PeerSums(_OnGpus):
-    """An `RankExchange` of GPUs that write each other's memory."""
+    """A `RankExchange` of GPUs that write each other's memory."""
 
     def __init__(self, hosts: Gloo, channels: Channels, library: Kernels) -> None:
         super().__init__(hosts)
@@ -301,7 +301,7 @@ class PeerSums(_OnGpus):
 
 
 class Nccl(_OnGpus):
-    """An `RankExchange` of GPUs that do not write each other's memory."""
+    """A `RankExchange` of GPUs that do not write each other's memory."""
 
     def __init__(self, hosts: Gloo, timeout: float) -> None:
         super().__init__(hosts)

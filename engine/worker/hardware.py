@@ -109,6 +109,11 @@ def why_no_peers(ranks: int) -> str | None:
     return None
 
 
+def through_nccl(ranks: int, reason: str) -> str:
+    """Returns the warning of a split model whose GPUs do not reach each other's memory."""
+    return f"sums over {ranks} GPUs go through NCCL, and no step is captured: {reason}"
+
+
 def pick_threads(wanted: int | None) -> int:
     """All cores but one: torch's threads wait for each other at every product, and one that shares its core with the
     front holds up all of them."""

@@ -102,15 +102,13 @@ class Member:
         self.others = None  # for this rank to lead
         self._link = link
         self._given = given
-        self._exchange: RankExchange | None = None
 
     def meet(self, progress: Progress) -> RankExchange:
         """Reports that this rank has loaded, and connects to the others once all have."""
         self._link.send(RankLoaded())
         meet = self._link.receive()
         assert isinstance(meet, Meet)
-        exchange = self._exchange = Gloo(self.part, Path(meet.folder), self._given.settings.hang_timeout)
-        return exchange
+        return Gloo(self.part, Path(meet.folder), self._given.settings.hang_timeout)
 
     def met(self) -> None:
         """The first rank removes where they met."""
@@ -118,9 +116,9 @@ class Member:
     def obey(self, prepared: PreparedModel, steps: FollowedSteps | None) -> None:
         """Obeys orders until the first rank has gone: then ends the process at once, as what tidies up may wait for
         that rank."""
-        assert self._exchange is not None
+        assert prepared.split is not None
         parts = prepared.parts
-        follower = Follower(parts.model, parts.pool, prepared.config, self._exchange, steps)
+        follower = Follower(parts.model, parts.pool, prepared.config, prepared.split.exchange, steps)
         self._link.send(RankReady())
         with torch.inference_mode():
             while True:
