@@ -49,6 +49,7 @@ def test_every_linear_is_in_one_part(decoder, reference):
     assert sum(part.four[32] for part in found) < 0.9 * sum(part.four[64] for part in found)
 
 
+@pytest.mark.product  # takes seconds
 def test_the_losses_are_those_of_rounding(decoder, reference):
     """The sum of all, against the divergence of the model with every linear rounded: within a factor of two."""
     windows = reference["eval_ids"][:4096].view(32, 128).long()

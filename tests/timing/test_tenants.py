@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.callers import CallerProcess, callers, share
 from bench.floods import Prober, rss
 from tests.service.conftest import Server, ask_stream
 from tests.service.tenants import metadata, write_tokens
+from tests.timing.retrying_callers import CallerProcess, callers, share
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 CROWD = 2_000

@@ -46,14 +46,10 @@ class Noted:
         raise AssertionError("all is there")
 
 
-class Pair:
-    """Two ranks, whose orders travel as bytes."""
+class Sends:
+    """Orders of the first rank travel to the other one as bytes."""
 
-    def __init__(self, devices: int = 1) -> None:
-        self.sequences, self.theirs = SequenceTable(), SequenceTable()
-        self.own, self.followed = [Noted() for _ in range(devices)], [Noted() for _ in range(devices)]
-        self.follower = FollowedSteps(self.theirs, self.followed, None)
-        self.led = [LedSteps(number, one, self.mirrored) for number, one in enumerate(self.own)]
+    follower: FollowedSteps
 
     @contextmanager
     def mirrored(self, order: Mirrored) -> Iterator[None]:
@@ -63,6 +59,16 @@ class Pair:
     def send(self, order: Mirrored) -> None:
         read: Mirrored = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
         self.follower.obey(read)
+
+
+class Pair(Sends):
+    """Two ranks."""
+
+    def __init__(self, devices: int = 1) -> None:
+        self.sequences, self.theirs = SequenceTable(), SequenceTable()
+        self.own, self.followed = [Noted() for _ in range(devices)], [Noted() for _ in range(devices)]
+        self.follower = FollowedSteps(self.theirs, self.followed, None)
+        self.led = [LedSteps(number, one, self.mirrored) for number, one in enumerate(self.own)]
 
     def plan(self, plan: StepPlan) -> None:
         self.sequences.apply(plan)
@@ -157,7 +163,7 @@ def test_a_pipeline_drives_both_devices() -> None:
     assert any(isinstance(one, StepLaunch) for one in own)
 
 
-class LedRunner(SlowRunner):
+class LedRunner(Sends, SlowRunner):
     """The first rank of two, on make-believe devices; the other one's go at a pace of their own."""
 
     def __init__(self, seed: int, pages: int, max_context: int, pipelines: int) -> None:
@@ -182,15 +188,6 @@ class LedRunner(SlowRunner):
 
     def in_flight(self, rows: tuple[Row, ...]) -> dict[int, int]:
         return in_flight(self.pipelines, rows)
-
-    @contextmanager
-    def mirrored(self, order: Mirrored) -> Iterator[None]:
-        self.send(order)
-        yield
-
-    def send(self, order: Mirrored) -> None:
-        read: Mirrored = msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
-        self.follower.obey(read)
 
     def _run(self, plan: StepPlan) -> StepResult:
         self.send(BeginStep(plan))

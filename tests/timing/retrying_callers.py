@@ -1,6 +1,6 @@
 """Runs callers in a process of their own, as many as its standard input asks for, which retry when a refusal permits.
 
-    python -m bench.callers ADDRESS TOKEN TOKENS
+    python -m tests.timing.retrying_callers ADDRESS TOKEN TOKENS
 
 A line with a number sets how many call from then on; `report` prints one line of JSON of all calls since the last one.
 """
@@ -107,7 +107,7 @@ class CallerProcess:
 @contextmanager
 def callers(address: str, token: str, tokens: int) -> Iterator[CallerProcess]:
     """Yields a process without callers yet; it ends with the block."""
-    words = [sys.executable, "-m", "bench.callers", address, token, str(tokens)]
+    words = [sys.executable, "-m", "tests.timing.retrying_callers", address, token, str(tokens)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield CallerProcess(process)
