@@ -16,7 +16,7 @@ MODEL   ?=
 ADDRESS ?=
 # Processes that test at once: two more than two cores, since many tests wait for servers. One on a GPU.
 JOBS    ?= 4
-# What `make coverage` runs; with `proofs` as well it takes thrice as long.
+# What `make coverage` runs.
 TIERS   ?= check test
 ARGS    ?=
 # Folders of models, whose config.json suffices, and architectures of GPUs that kernels are compiled for ahead.
@@ -60,6 +60,7 @@ proofs: $(VENV)/.test $(CHROMIUM) ## What needs long or a quiet machine: soak, t
 coverage: $(VENV)/.test ## Branch coverage of the product by the tests of TIERS, processes included; minutes
 	$(PIP) install --quiet coverage==$(COVERAGE)
 	rm -rf .coverage-data && mkdir .coverage-data
+	@# A red test does not keep the lines that it reached out of the report.
 	-$(COVERED) run -m pytest -q -n $(JOBS) --dist worksteal $(or $(ARGS),$(addprefix --tier ,$(TIERS)))
 	$(COVERED) combine --quiet .coverage-data
 	$(COVERED) report --skip-covered --sort=cover

@@ -29,7 +29,7 @@ from quant.fold import Fold, folds
 from quant.rounding import round_groups
 
 _AT_ONCE: Final = 2048  # tokens: bounds what every layer reads, and what losses are measured on
-_PRECISION: Final = "medium"  # of products: bfloat16 where the processor has units for it, which halves the time
+_PRECISION: Final = "medium"  # of products: bfloat16 where the processor has units for it, which are quicker
 _GROUP_BITS: Final = 16 + 4  # a group's scale and zero point
 _ROW_BITS: Final = 16  # a row's scale
 
