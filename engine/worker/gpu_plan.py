@@ -56,7 +56,7 @@ class GpuPlan:
     path: str  # "fused", or the decoder's word
     unpacked: bool  # some packed weights are kept in sixteen bits
     kernels: KernelPlan
-    copies_bytes: int  # of plain copies beside packed weights, for many rows
+    copies_bytes: int  # of plain copies beside packed weights: for many rows, or for all where no kernel reads those
     sequences: int  # at once
     tokens: int  # that all pages have room for
     step_bytes: int  # that a token reads
@@ -86,7 +86,7 @@ def make_plan(
         need, have = weights.nbytes / 2**30, free / 2**30
         raise Unsupported(f"the weights take {need:.1f} GiB, {have:.1f} of this GPU are free; use fewer bits")
     sequences, shape = settings.max_sequences or CUDA_SEQUENCES, kv_shape(config)
-    copies = _copies_bytes(weights, sequences, free - weights.nbytes)
+    copies = _copies_bytes(weights, sequences, free - weights.nbytes, dtype)
     left, there = free - weights.nbytes - copies, Placement(dtype, torch.device("cuda"))
     room = make_room(settings, sequences, config.max_context, shape, there, left)
     found = forecast(settings, KernelQuery(config, form, gpu.shape, gpu.memory_bytes), kernels)
@@ -122,9 +122,10 @@ def step_seconds(read: int, layers: int, four_bits: bool, bandwidth: float) -> f
     return layers * each + read / (BANDWIDTH_SHARE * bandwidth * 1e9)
 
 
-def _copies_bytes(weights: Weights, sequences: int, free: int) -> int:
+def _copies_bytes(weights: Weights, sequences: int, free: int, dtype: torch.dtype) -> int:
     linears = [one for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    return sum(one.nbytes for one in plain_copies(linears, sequences, free).held.values())
+    copies = plain_copies(linears, sequences, free, dtype)
+    return sum(one.nbytes for one in (*copies.held.values(), *copies.unread.values()))
 
 
 def _step_bytes(config: ModelConfig, weights: Weights, page_bytes: int) -> int:

@@ -71,7 +71,7 @@ def _plan(engine: dict[str, Any]) -> Iterator[tuple[str, str]]:
     fit = f"{plan['tokens']:,} tokens of context in all, {plan['sequences']} sequences at once"
     yield "memory", f"{fit}; whole contexts: {whole}"
     if plan["copies_bytes"]:
-        yield "memory", f"{_size(plan['copies_bytes'])} of plain copies of weights, for many rows"
+        yield "memory", f"{_size(plan['copies_bytes'])} of plain copies beside packed weights"
     if plan["tokens_per_second"] is not None:
         read = f"{_size(plan['step_bytes'])} are read for a token"
         yield "speed", f"{read}; estimated from what an H100 reaches, and measured on no other GPU"

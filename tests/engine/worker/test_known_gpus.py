@@ -61,6 +61,16 @@ def test_pages_of_eight_bits_are_twice_as_many() -> None:
     assert narrow.tokens // wide.tokens == 2
 
 
+def test_copies_of_weights_that_no_kernel_reads_take_memory() -> None:
+    """In float16 no kernel reads packed weights: copies of four bits take about four times as much."""
+    report = planned("mistral-7b-awq", "rtx-4090", dtype="float16")
+    assert report.plan is not None
+    assert report.model is not None
+    assert 2.5 * report.model.weights_bytes < report.plan.copies_bytes < 4 * report.model.weights_bytes
+    held = report.model.weights_bytes + report.plan.copies_bytes + report.model.kv_bytes
+    assert held < KNOWN["rtx-4090"].memory_bytes - CONTEXT_BYTES
+
+
 def test_what_is_not_fused_is_told_with_its_reason() -> None:
     report = planned("mistral-7b", "l4", dtype="float16")
     assert report.plan is not None
