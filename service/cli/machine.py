@@ -63,10 +63,11 @@ def look(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> M
         total = limit if total is None else min(total, limit)
         room = max(0, limit - (used or 0))
         free = room if free is None else min(free, room)
+    names = os.uname()  # `platform.platform` and `platform.processor` start a process
     return Machine(
-        system=platform.platform(),
+        system=f"{names.sysname}-{names.release}-{names.machine}-with-{''.join(platform.libc_ver())}",
         python=platform.python_version(),
-        cpu=cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        cpu=cpuinfo.get("model name") or names.machine,
         cores=usable_cores(),
         features=tuple(name for name in FEATURES if name in flags),
         memory_bytes=total,
