@@ -83,7 +83,7 @@ def rate(runner: ModelRunner, rows: int, prompt: int, tokens: int, turn: int) ->
 
 
 def read_bytes(parts: Parts, rows: int, context: float) -> int:
-    """What a step of `rows` rows must read."""
+    """Counts the bytes that a step of `rows` rows must read."""
     model, shape = parts.model, parts.pool.shape
     table = 0 if model.config.tied_head else model.weights.embedding.nbytes
     held = sum(min(context, window or context) for window in model.config.windows)

@@ -45,7 +45,7 @@ def inbox_words(ranks: int, blocks: int, room: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankSums:
-    """What the walks over the layers add up by: `few_rows` in float32, `many_tokens` in pairs of bfloat16."""
+    """Holds the channels through which walks add up: `few_rows` in float32, `many_tokens` in pairs of bfloat16."""
 
     few: Channels
     many: Channels

@@ -24,7 +24,7 @@ def _driver() -> Any:
 
 
 def allocate(words: int) -> int:
-    """Returns the address of zeros, which stay until the process ends. Raises NoPeers, as those below."""
+    """Allocates zeroed memory of the GPU for as long as the process lives. Returns its address. Raises NoPeers."""
     driver, size = _driver(), -(-words * WORD // _PAGE) * _PAGE
     status, address = driver.cuMemAlloc(size)
     _check(driver, status)

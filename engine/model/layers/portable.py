@@ -135,7 +135,7 @@ class PortableRows:
 
 
 class _Attention:
-    """The kernel for many rows where it knows the heads, else the plain one."""
+    """Attends by the kernel for many rows where that knows the heads, else by the plain one."""
 
     def __init__(
         self, library: Kernels, kind: LayerKind, windows: Sequence[int | None], rows: int, device: torch.device
