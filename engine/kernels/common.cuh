@@ -23,6 +23,15 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 
 __device__ __forceinline__ float bf16_to_float(u16 v) { return __uint_as_float(u32(v) << 16); }
 
+// A value of the table of embeddings, scaled as the model asks. OP_EMBEDDING_SCALE: the bits of a float32; without it 1.
+__device__ __forceinline__ float embedding_value(u16 v) {
+#ifdef OP_EMBEDDING_SCALE
+    return __uint_as_float(OP_EMBEDDING_SCALE) * bf16_to_float(v);
+#else
+    return bf16_to_float(v);
+#endif
+}
+
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {  // round to nearest even
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

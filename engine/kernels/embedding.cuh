@@ -36,7 +36,7 @@ __device__ __forceinline__ void embed(const u16* table, int token, const Gains<T
 #pragma unroll
     for (int i = 0; i < Gains<THREADS>::kEach; ++i) {
         const int n = threadIdx.x + i * THREADS;
-        const float v = n < OP_COLUMNS ? bf16_to_float(table[u64(token) * OP_COLUMNS + n]) : 0.f;
+        const float v = n < OP_COLUMNS ? embedding_value(table[u64(token) * OP_COLUMNS + n]) : 0.f;
         lay_out(v, n, gain.of[i], residual, normed, squares, m);
     }
 }

@@ -13,6 +13,7 @@ from engine.kernels.exchange import NO_CHANNELS, Channels
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
+from engine.kernels.tokens import scale_defines
 from engine.kernels.weights import Format
 
 _THREADS = 256
@@ -59,8 +60,10 @@ class Stream:
     order: Format = Format.BF16  # of the columns of x: as `gemm.order` tells of the product that reads it
 
 
-def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tensor, stream: Stream) -> Launch:
-    """stream.residual = the tokens' rows of table bfloat16 [vocabulary, hidden]; stream.x = its norm."""
+def embed(
+    library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tensor, stream: Stream, scale: float = 1.0
+) -> Launch:
+    """stream.residual = the tokens' rows of table bfloat16 [vocabulary, hidden], times scale; stream.x = its norm."""
     values: dict[str, Argument] = {
         "place": chunk.place,
         "tokens": chunk.tokens,
@@ -70,7 +73,7 @@ def embed(library: Kernels, chunk: Chunk, table: torch.Tensor, gain: torch.Tenso
         "x": stream.x,
         "eps": stream.eps,
     }
-    return _of_stream(library, "embed", stream, values, split=False)
+    return _of_stream(library, "embed", stream, values, split=False, further=scale_defines(scale))
 
 
 def add_norm(

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const int n = 2 * (threadIdx.x + i * kThreads);
         if (n < OP_COLUMNS) {
             const u32 both = *reinterpret_cast<const u32*>(table + u64(token) * OP_COLUMNS + n);
-            v[i] = Float2{bf16_to_float(u16(both)), bf16_to_float(u16(both >> 16))};
+            v[i] = Float2{embedding_value(u16(both)), embedding_value(u16(both >> 16))};
             *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
         }
     }

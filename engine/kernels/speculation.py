@@ -106,7 +106,7 @@ def _propose(
         "trigger": int(Trigger.AT_ENTRY),
         **more,
     }
-    kernel = library.kernel("propose", entry, {"OP_COLUMNS": first.table.shape[1], "OP_LAID": state.laid})
+    kernel = library.kernel("propose", entry, {**first.defines, "OP_LAID": state.laid})
     return prepare(kernel, Shape((state.token.shape[0], 1, 1), _THREADS), values)
 
 
@@ -157,7 +157,7 @@ def _history(state: Verified) -> dict[str, Argument]:
 
 
 def _draft_defines(state: Verified, own: Guessing) -> dict[str, int]:
-    return {"OP_COLUMNS": own.first.table.shape[1], "OP_LAID": state.laid}
+    return {**own.first.defines, "OP_LAID": state.laid}
 
 
 def _draft_values(own: Guessing) -> dict[str, Argument]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,16 @@ class FirstNorm:
     table: torch.Tensor  # bfloat16 [vocabulary, hidden]
     gain: torch.Tensor  # float32 [hidden]
     target: Normed
+    scale: float = 1.0  # of the table's values
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"OP_COLUMNS": self.table.shape[1], **scale_defines(self.scale)}
+
+
+def scale_defines(scale: float) -> dict[str, int]:
+    """Returns what kernels that read the table of embeddings are compiled with."""
+    return {} if scale == 1.0 else {"OP_EMBEDDING_SCALE": int.from_bytes(struct.pack("<f", scale), "little")}
 
 
 def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
@@ -147,13 +158,13 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
         **embedding(first),
         "trigger": int(Trigger.AT_ENTRY),
     }
-    kernel = library.kernel("advance", "advance", {"OP_COLUMNS": first.table.shape[1]})
+    kernel = library.kernel("advance", "advance", first.defines)
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values)
 
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
     values = {"token": progress.token, "position": places.position, **embedding(first)}
-    kernel = library.kernel("advance", "start", {"OP_COLUMNS": first.table.shape[1]})
+    kernel = library.kernel("advance", "start", first.defines)
     return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values).alone()
 
 

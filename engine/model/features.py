@@ -28,7 +28,8 @@ class Feature(StrEnum):
     WINDOW_ROPE = "rotary angles of their own in layers with a window"
 
 
-FUSED: Final = frozenset((Feature.BIASES, Feature.HEAD_NORMS, Feature.WINDOWS))  # what our kernels compute
+# What our kernels compute.
+FUSED: Final = frozenset((Feature.BIASES, Feature.HEAD_NORMS, Feature.WINDOWS, Feature.SCALED_EMBEDDING))
 
 
 def features(config: ModelConfig) -> frozenset[Feature]:

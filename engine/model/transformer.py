@@ -57,9 +57,9 @@ class Transformer:
         self.weights = weights
         self.ropes = ropes
         self.placement = placement
-        self._embedding_scale = config.embedding_scale
+        self.embedding_scale = config.embedding_scale
         if config.embedding_scale_rounded:
-            self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
+            self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype))
         self.fused = True
         self._exchange = exchange
         layers = weights.layers if exchange is None else tuple(summed(one, exchange) for one in weights.layers)
@@ -89,7 +89,7 @@ class Transformer:
             x = functional.embedding(ids, self.weights.embedding).float()
         else:
             x = embedded(ids, self.weights.embedding, self.config.vocab_size, self._exchange)
-        return x if self._embedding_scale == 1.0 else x.mul_(self._embedding_scale)
+        return x if self.embedding_scale == 1.0 else x.mul_(self.embedding_scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32; of a split model on the first rank, which gives the others its

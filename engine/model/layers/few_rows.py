@@ -66,6 +66,7 @@ class StepWeights:
     angles: torch.Tensor  # float32 [positions, 2, dim]
     coarse: CoarseCopy | None = None  # of the head
     channels: Channels | None = None  # to the other ranks of a split model
+    embedding_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def prepare_first(
 
 
 def first_norm(weights: StepWeights, buffers: StepBuffers) -> FirstNorm:
-    return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream)
+    return FirstNorm(weights.table, weights.layers[0].input_gain, buffers.stream, weights.embedding_scale)
 
 
 def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: ChainPlan) -> Iterator[Launch]:

@@ -21,13 +21,11 @@ from engine.linear.joined import JoinedLinear
 from engine.linear.products import TYPES, CpuProducts, Int4, Int8, PlainMatrix
 from engine.model import features
 from engine.model.attention import RowSpan
-from engine.model.features import FUSED, Feature
 from engine.model.weights import Layer, Weights
 from engine.settings import PAGE_SIZE
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import LayerForm, Product, layer_form
 
-COMPUTED: Final = FUSED | {Feature.SCALED_EMBEDDING}  # the embeddings that it is given are scaled
 MOST_ROWS: Final = 16  # tokens; torch's walk is as fast for more
 SPLIT: Final = 512  # positions that one unit of attention reads at most, as in walk.c
 _BITS4, _BITS8, _BITS16, _BITS32 = range(4)
@@ -41,7 +39,7 @@ def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
     if placement.products is None:
         narrow = placement.dtype != torch.float32
         return "there is no C compiler for the walk" if narrow else "weights of 32 bits are multiplied by torch"
-    return features.why_not(config, COMPUTED)
+    return features.why_not(config)
 
 
 def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> FewRows | str:

@@ -70,6 +70,7 @@ def step_weights(parts: Loaded) -> StepWeights:
         eps=model.config.norm_eps,
         angles=model.rope,
         channels=None if parts.sums is None else parts.sums.few,
+        embedding_scale=model.embedding_scale,
     )
 
 

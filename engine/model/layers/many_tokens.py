@@ -182,7 +182,8 @@ class ForwardPass:
         gains = [layer.input_norm.weight for layer in weights.layers] + [weights.norm.weight]
         readers: list[Linear | None] = [layer.qkv for layer in weights.layers[1:]] + [None]
         first = self._stream(buffers, weights.layers[0].qkv)
-        self.go(ops.embed(self.library, chunk, weights.embedding, gains[0], first))
+        scale = self._parts.model.embedding_scale
+        self.go(ops.embed(self.library, chunk, weights.embedding, gains[0], first, scale))
         for index, (layer, reader) in enumerate(zip(weights.layers, readers, strict=True)):
             own = self._attention[index]
             self.go(attention.heads(own, self.products(layer.qkv, buffers.x, buffers.product), buffers.queries))

@@ -110,6 +110,7 @@ def test_a_step_compiles(
         recorder, weights, buffers, ChainPlan(132), sampling.allocate(batch, weights.head.rows, torch.device("cpu"))
     )
     prepare_start(recorder, weights, buffers)
+    prepare_start(recorder, replace(weights, embedding_scale=12.5), buffers)
     asked = {(name, tuple(sorted(defines.items()))) for name, _, defines, _ in recorder.asked}
     assert {name for name, _ in asked} == {
         "linear",

@@ -114,8 +114,8 @@ def test_the_stream_is_embedded_moved_on_and_normed(
         torch.full((16, hidden), NAN, device="cuda", dtype=torch.bfloat16),
         1e-5,
     )
-    run(launcher, ops.embed(library, chunk, table, gain, stream).alone())
-    expected = table[chunk.tokens[:13].long()].double()
+    run(launcher, ops.embed(library, chunk, table, gain, stream, scale=3.3).alone())
+    expected = (table[chunk.tokens[:13].long()].float() * 3.3).double()
     assert torch.equal(stream.residual[:13].double(), expected)
     close(stream.x[:13], reference.rms_norm(expected, gain.double(), 1e-5))
     assert bool(stream.residual.isfinite().all())

@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 200, "head_dim": 128},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "head_dim": None, "hidden_size": 512},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "embedding_multiplier": 6.0},
     "qwen3-windows": {
         "architectures": ["Qwen3ForCausalLM"],
         "use_sliding_window": True,

@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "head_dim": 128},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "embedding_multiplier": 6.0},
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
         "head_dim": 128,
