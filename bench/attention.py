@@ -10,6 +10,8 @@ do not fit the L2 together.
 from __future__ import annotations
 
 import argparse
+import importlib
+import itertools
 import json
 import statistics
 import sys
@@ -17,11 +19,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.kernels import H100_BANDWIDTH, Spec, median_us, random_weights, timers
+from bench.kernels import H100_BANDWIDTH, Spec, median_of_replays, median_us, random_weights, timers
 from bench.result import device, revision, run_one_of, summary
 from engine.kernels import batch_attention as many
 from engine.kernels import prefill, sampling, tokens, two_pass
@@ -42,6 +45,7 @@ from engine.model.layers.few_rows import (
 )
 from engine.sampling.noise import seed_key
 
+Record = dict[str, Any]
 LAYOUTS = {"qwen3-0.6b": Heads(16, 8, 128, False), "mistral-7b": Heads(32, 8, 128, False)}
 EVEN = [
     (16, 192),
@@ -55,11 +59,24 @@ EVEN = [
     (512, 192),
     (16, 8192),
 ]
+CHUNKS = ((128, 0), (512, 0), (512, 3584), (1024, 0), (2048, 0), (4096, 0), (8192, 0))  # tokens, after others
 L2_BYTES = 400e6  # what a replay reads at least, so that little of it is found in the L2
 TENSOR_RATE = 989e12  # multiplications and additions a second, bfloat16, dense
 
 
-def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: list[int], shape: many.Grid) -> float:
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """Rows of one token each, over layers whose pages do not fit the L2 together."""
+
+    heads: Heads
+    lengths: torch.Tensor  # int32 [rows]
+    pages: torch.Tensor  # int32 [rows, pages]
+    pool: torch.Tensor  # bfloat16 [layers, 2, pages, heads, 16, dim]
+    queries: torch.Tensor
+    out: torch.Tensor
+
+
+def decode_case(heads: Heads, lengths: list[int]) -> DecodeCase:
     device = torch.device("cuda")
     held = [-(-length // 16) for length in lengths]
     pages = torch.zeros(len(lengths), max(held), dtype=torch.int32, device=device)
@@ -67,31 +84,61 @@ def decode(library: KernelLibrary, launcher: Launcher, heads: Heads, lengths: li
     for row, count in enumerate(held):
         pages[row, :count] = free[at : at + count]
         at += count
-    rows = many.BatchRows(torch.tensor(lengths, dtype=torch.int32, device=device), pages)
-    attention = many.BatchAttention(library, heads, rows, shape, many.workspace(heads, len(lengths), shape, device))
     layer_bytes = sum(held) * heads.keys * many.stage_bytes(heads, torch.bfloat16.itemsize)
     layers = int(min(32, max(2, -(-L2_BYTES // layer_bytes))))
     pool = torch.randn(layers, 2, sum(held), heads.keys, 16, heads.dim, device=device, dtype=torch.bfloat16)
     queries = torch.randn(len(lengths), heads.queries, heads.dim, device=device).bfloat16()
-    out = torch.zeros_like(queries)
-    chain = [attention.attend(LayerAttention(one[0], one[1], None, None), queries, out) for one in pool]
-    times = max(1, 64 // layers)
-    return median_us(launcher, [attention.plan(), *chain * times], layers * times)
+    rows = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return DecodeCase(heads, rows, pages, pool, queries, torch.zeros_like(queries))
 
 
-def chunk(library: KernelLibrary, launcher: Launcher, heads: Heads, place_of: tuple[int, int], gpu: GpuShape) -> float:
-    """Measures µs of one layer of a chunk of one sequence: (tokens before, tokens of the chunk)."""
-    count, start = place_of
-    device, end = torch.device("cuda"), start + count
-    held = -(-end // 16)
+def decode(library: KernelLibrary, launcher: Launcher, case: DecodeCase, shape: many.Grid) -> float:
+    """Measures µs of one layer. Its results are left in case.out."""
+    space = many.workspace(case.heads, len(case.lengths), shape, case.pages.device)
+    rows = many.BatchRows(case.lengths, case.pages)
+    attention = many.BatchAttention(library, case.heads, rows, shape, space)
+    chain = [attention.attend(LayerAttention(one[0], one[1], None, None), case.queries, case.out) for one in case.pool]
+    times = max(1, 64 // len(chain))
+    return median_us(launcher, [attention.plan(), *chain * times], len(chain) * times)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCase:
+    """A chunk of one sequence: `count` tokens after `start` others."""
+
+    heads: Heads
+    count: int
+    start: int
+    pages: torch.Tensor  # int32 [pages]
+    pool: torch.Tensor  # bfloat16 [2, pages, heads, 16, dim]
+    queries: torch.Tensor
+    out: torch.Tensor
+
+    @property
+    def operations(self) -> float:
+        pairs = self.count * self.start + self.count * (self.count + 1) / 2
+        return 4 * self.heads.queries * self.heads.dim * pairs
+
+
+def chunk_case(heads: Heads, count: int, start: int) -> ChunkCase:
+    device = torch.device("cuda")
+    held = -(-(start + count) // 16)
     pages = torch.randperm(held, device=device).to(torch.int32)
-    chunks = prefill.Chunks(torch.tensor([[0, count, start, 0]], dtype=torch.int32, device=device), pages.view(1, -1))
     pool = torch.randn(2, held, heads.keys, 16, heads.dim, device=device).bfloat16()
     queries = torch.randn(count, heads.queries, heads.dim, device=device).bfloat16()
-    out = torch.zeros_like(queries)
-    splits = prefill.splits_of(heads, (count,), device, gpu=gpu)
-    layer = LayerAttention(pool[0], pool[1], None, None)
-    launch = prefill.attend_chunks(library, heads, chunks, splits, layer, queries, out)
+    return ChunkCase(heads, count, start, pages, pool, queries, torch.zeros_like(queries))
+
+
+def chunk(library: KernelLibrary, launcher: Launcher, case: ChunkCase, gpu: GpuShape) -> float:
+    """Measures µs of one layer. Its results are left in case.out."""
+    device = case.pages.device
+    table = torch.tensor([[0, case.count, case.start, 0]], dtype=torch.int32, device=device)
+    splits = prefill.splits_of(case.heads, (case.count,), device, gpu=gpu)
+    layer, chunks = (
+        LayerAttention(case.pool[0], case.pool[1], None, None),
+        prefill.Chunks(table, case.pages.view(1, -1)),
+    )
+    launch = prefill.attend_chunks(library, case.heads, chunks, splits, layer, case.queries, case.out)
     return median_us(launcher, [launch] * 10, 10)
 
 
@@ -144,8 +191,9 @@ def measure_decode(library: KernelLibrary, launcher: Launcher, grids: list[many.
         cases.append(("256 mixed, 100 to 1,500", mixed))
         for case, lengths in cases:
             size = sum(lengths) * heads.keys * heads.dim * 4
+            made = decode_case(heads, lengths)
             for shape in grids:
-                found = decode(library, launcher, heads, lengths, shape)
+                found = decode(library, launcher, made, shape)
                 rate = size / found / 1e6
                 print(
                     f"{name:12} {case:24} {shape.warps}×{shape.stages} least {shape.least}: {found:8.1f} µs"
@@ -171,12 +219,13 @@ def measure_chunks(library: KernelLibrary, launcher: Launcher) -> list[dict[str,
     records: list[dict[str, object]] = []
     gpu = gpu_shape(torch.device("cuda"))
     for name, heads in LAYOUTS.items():
-        for count, start in ((128, 0), (512, 0), (512, 3584), (1024, 0), (2048, 0), (4096, 0), (8192, 0)):
-            work = 4 * heads.queries * heads.dim * (count * start + count * (count + 1) / 2)
+        for count, start in CHUNKS:
+            case = chunk_case(heads, count, start)
+            work = case.operations
             for groups in (True, False):
                 if groups and not gpu.warpgroups:
                     continue
-                found = chunk(library, launcher, heads, (count, start), replace(gpu, warpgroups=groups))
+                found = chunk(library, launcher, case, replace(gpu, warpgroups=groups))
                 rate = work / found / 1e6
                 by = "warpgroups" if groups else "warps"
                 print(
@@ -229,6 +278,102 @@ def main() -> int:
             }
         )
     )
+    return 0
+
+
+BESIDE = {**LAYOUTS, "smollm2-135m": Heads(9, 3, 64, False), "gemma3-1b": Heads(4, 1, 256, False)}
+BESIDE_ROWS, BESIDE_LENGTHS = (1, 8, 16, 64, 256), (128, 1024, 8192, 32768)
+MOST_TOKENS = 256 * 1024  # of all rows
+_WORKSPACE = 128 << 20  # bytes that FlashInfer is given
+
+
+def flashinfer_decode(case: DecodeCase) -> float:
+    """Measures µs of a layer by XQA: of FlashInfer's kernels for rows of one token, the one that reads lengths and page
+    tables on the GPU, as a captured step must."""
+    xqa: Any = importlib.import_module("flashinfer.xqa").xqa
+
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
+    semaphores = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda").view(torch.uint32)
+    lengths = case.lengths.view(torch.uint32).unsqueeze(1)
+    queries, out = case.queries.unsqueeze(1), case.out.unsqueeze(1)
+    times = max(1, 64 // len(case.pool))
+
+    def enqueue() -> None:
+        for one in [*case.pool] * times:
+            memory = (queries, one[0], one[1], case.pages, lengths, out, workspace, semaphores)
+            xqa(*memory, case.heads.keys, 16, kv_layout="HND", enable_pdl=False)  # layers share the workspace
+
+    return median_of_replays(enqueue, len(case.pool) * times)
+
+
+def flashinfer_chunk(case: ChunkCase) -> float:
+    """Measures µs of a layer by FlashAttention 3 over pages. What the host plans before is not counted."""
+    flashinfer: Any = importlib.import_module("flashinfer")
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="fa3")
+    last = (case.start + case.count - 1) % 16 + 1
+    begins, held = integers(0, case.count), integers(0, len(case.pages))
+    sizes = (case.heads.queries, case.heads.keys, case.heads.dim, 16)
+    wrapper.plan(begins, held, case.pages, integers(last), *sizes, causal=True, q_data_type=torch.bfloat16)
+
+    def enqueue() -> None:
+        for _ in range(10):
+            wrapper.run(case.queries, (case.pool[0], case.pool[1]), out=case.out)
+
+    return median_of_replays(enqueue, 10)
+
+
+def beside(name: str, work: str, out: torch.Tensor, own: Callable[[], float], peer: Callable[[], float]) -> Record:
+    """Measures both kernels and how far their results are apart; a peer that fails is written down by its error."""
+    own_us = own()
+    kept = out.float().clone()
+    record: Record = {"layout": name, "work": work, "own_us": round(own_us, 2)}
+    try:
+        record["flashinfer_us"] = round(peer(), 2)
+        record["apart"] = round(float((out.float() - kept).norm() / kept.norm()), 4)
+    except Exception as error:
+        record["error"] = f"{type(error).__name__}: {error}"[:200]
+    print(*record.values(), flush=True)
+    return record
+
+
+def peers_main(argv: Sequence[str] | None = None) -> int:
+    """Measures our attention beside FlashInfer's, each layer by layer in a CUDA graph, on the same pages.
+
+    python -m bench.attention peers --output bench/results/attention-peers-h200.json
+
+    FlashInfer is a peer here: nothing that serves imports it.
+    """
+    parser = argparse.ArgumentParser(description=summary(peers_main))
+    parser.add_argument("--output", type=Path, help="the JSON file to write")
+    parser.add_argument("--revision", default=None, help="the commit to write down")
+    given = parser.parse_args(argv)
+    launcher, library = Launcher(), open_library(torch.cuda.get_device_capability())
+    gpu = gpu_shape(torch.device("cuda"))
+    records: list[Record] = []
+    torch.manual_seed(0)
+    for name, heads in BESIDE.items():
+        shape = many.grid(heads, gpu)
+        for rows, length in itertools.product(BESIDE_ROWS, BESIDE_LENGTHS):
+            if rows * length > MOST_TOKENS:
+                continue
+            made = decode_case(heads, [length] * rows)
+            own, peer = partial(decode, library, launcher, made, shape), partial(flashinfer_decode, made)
+            records.append(beside(name, f"{rows} rows of {length}", made.out, own, peer))
+    for name, heads in LAYOUTS.items():
+        for count, start in CHUNKS:
+            case = chunk_case(heads, count, start)
+            own_chunk, peer_chunk = partial(chunk, library, launcher, case, gpu), partial(flashinfer_chunk, case)
+            records.append(beside(name, f"{count} tokens after {start}", case.out, own_chunk, peer_chunk))
+    found = {"bench": "attention peers", "revision": given.revision or revision(), "device": device()}
+    line = json.dumps({**found, "records": records})
+    if given.output is not None:
+        given.output.write_text(f"{line}\n")
+    print(line)
     return 0
 
 
@@ -446,4 +591,4 @@ def two_pass_main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_one_of(main, two_pass=two_pass_main))
+    sys.exit(run_one_of(main, two_pass=two_pass_main, peers=peers_main))
