@@ -52,7 +52,7 @@ from tests.properties import example_count
 pytestmark = pytest.mark.product
 
 EAGER = EXECUTORS[-1]
-ENTRIES = {entry.name: entry for entry in EXECUTORS}
+ENTRIES = {entry.name: entry for entry in EXECUTORS if entry.decoder != "portable"}
 ON_CPU = ("eager", "lookup", "draft model", "forced")
 CAPTURED_ONES = ("constrained", Role.VERIFY, "graph_decode", "graph_prefill", "batched")
 ON_GPU = ("eager", "lookup", *CAPTURED_ONES, "all", "all with a draft model")

@@ -67,7 +67,8 @@ class FirstTokens:
 
     def draw(self, sequence: SequenceState, options: StepOptions, mask: Mask | None = None) -> int:
         """Draws behind the sequence's last chunk. Returns the number of the token's entry."""
-        state = RowState.of(sequence, len(sequence.token_ids) - 1, _NEVER)
+        # The host looks for stop tokens: there may be more than a row's state holds.
+        state = replace(RowState.of(sequence, len(sequence.token_ids) - 1, _NEVER), stops=())
         self._number = self._number % _LAST_NUMBER + 1
         self._rows.write((state,), self._number - 1)
         self._masks.send({} if mask is None else {0: mask})

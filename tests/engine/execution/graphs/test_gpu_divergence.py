@@ -37,7 +37,7 @@ class Watched:
 
         def keep(device: BatchedSteps, given: StepLaunch) -> None:
             launch(device, given)
-            self.logits.append(device._logits[: given.rows].clone())
+            self.logits.append(device._walk._logits[: given.rows].clone())
 
         def note(pipeline: BatchPipeline) -> bool:
             number = pipeline._launched - len(pipeline._in_flight) + 1

@@ -45,7 +45,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "attention_bias": True, "mlp_bias": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 21, "head_dim": 128},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-    "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5, "embedding_multiplier": 6.0},
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 6.0,
+    },
     "qwen3": {
         "architectures": ["Qwen3ForCausalLM"],
         "head_dim": 128,
@@ -191,7 +196,7 @@ def test_products_that_gate_their_results_are_as_right_as_eager(tmp_path: Path) 
 def test_what_passes_cost_is_known_after_a_start(tmp_path: Path) -> None:
     stage = GraphPrefill(prepared(tmp_path, "qwen3").parts, SIZES)
     stage.warmup(watch)
-    costs = stage._passes.costs
+    costs = stage.passes.costs
     assert tuple(costs) == SIZES
     assert all(0 < seconds < 1 for seconds in costs.values())
 
