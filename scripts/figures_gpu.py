@@ -214,6 +214,37 @@ def kept_h100(results: Results) -> str:
     return table(["output tokens/s", "bf16", "fp8", "commit"], rows)
 
 
+H200_WORKLOADS = {
+    "decode 128": "one stream behind 128 tokens, tokens/s",
+    "first token 128": "first token of 128, ms",
+    "mixed256": "256 requests, 100 to 1,024 tokens in and out at random, tokens/s",
+}
+
+
+def peers_h200(results: Results) -> str:
+    """Renders all figures of Whippet beside the newest vLLM on an H200."""
+    found, rows = results["peers-h200"], []
+    for row in found["rows"]:
+        title = H200_WORKLOADS.get(row["workload"], f"{row['workload'][1:]} streams at once, tokens/s")
+        form = fixed if row["unit"] == "ms" else whole
+        rows.append(
+            [f"{MODELS[row['model'], row['weights']]}: {title}", *(form(row[name]) for name in ("whippet", "vllm"))]
+        )
+    return table(["one H200", OURS, found["peer"]], rows)
+
+
+def newest_vllm(results: Results) -> str:
+    """Renders the few of those figures that the README shows."""
+    found, rows = results["peers-h200"], []
+    for model in (QWEN, MISTRAL_AWQ):
+        of = {row["workload"]: row for row in found["rows"] if (row["model"], row["weights"]) == model}
+        rates = (joined(whole(of[one][name]) for one in ("decode 128", "n64", "n256")) for name in ("whippet", "vllm"))
+        rows.append([f"{MODELS[model]}: 1 · 64 · 256 streams, tokens/s", *rates])
+        first = of["first token 128"]
+        rows.append([f"{MODELS[model]}: first token, ms", fixed(first["whippet"]), fixed(first["vllm"])])
+    return table(["one H200", OURS, found["peer"]], rows)
+
+
 def next_day(results: Results) -> str:
     """Returns vLLM's requests a second in the 1,024 requests of 128 tokens, a day later."""
     return " and ".join(str(row["requests_per_second"]) for row in results["streams-h100"]["throughput"])
