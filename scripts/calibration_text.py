@@ -2,8 +2,9 @@
 
 python -m scripts.calibration_text HOST:PORT
 
-A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So no person owns it,
-and it is of the kinds that models are asked for. The same model writes the same text again: every answer has a seed.
+A running server's model writes it: SmolLM2-135M-Instruct (Apache-2.0) wrote the committed one. So no person owns it.
+Half of it are answers to what models are asked for, half goes on from openings of other kinds of prose. The same model
+writes the same text again: every answer has a seed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from service.pb.whippet.v1.generation_pb2_grpc import GenerationServiceStub
 
 TARGET = Path(__file__).resolve().parents[1] / "quant" / "calibration.txt"
-ANSWERS, TOKENS, AT_ONCE = 168, 400, 8
+ANSWERS, TOKENS, AT_ONCE = 84, 400, 8
+CONTINUATIONS, CONTINUED = 2, 256  # of each opening, and tokens of each
 _ADDRESS = re.compile(r"https?:|www\.|\S@\S")
 FORMS = (
     "Explain to a beginner",
@@ -66,6 +68,56 @@ SUBJECTS = (
     "fractions and percentages",
     "electric cars",
 )
+OPENINGS = (
+    "CHAPTER I.\n\nThe rain had not ceased for three days when Mrs. Harcourt at last resolved to write to her brother;",
+    'CHAPTER XII.\n\n"You are mistaken, sir," said she, rising from her chair, "and I must beg that you will',
+    "It was generally agreed in the village that the new vicar was a man of sense, and",
+    "My dear Eliza,\n\nYour letter of the ninth reached me only this morning, and I hasten to",
+    '"But surely," cried Tom, "you cannot mean to leave us before the ball!"\n\nHis cousin coloured, and',
+    "The old house stood at the end of the lane, and nobody could remember who had",
+    "He had been a soldier for twenty years, and what he had seen of men did not",
+    "The carriage stopped, the steps were let down, and the ladies, who had expected nothing less than",
+    "She walked home alone along the shore, thinking over all that had been said, and",
+    "There is a kind of pride which the world forgives, and another which",
+    "The question whether the state may limit the liberty of its citizens for their own good has",
+    "What is property? We are told that it is the fruit of labour. Yet",
+    "Those who defend authority commonly argue as follows. First, that without it",
+    "The workers' associations of the nineteenth century differed from the guilds in that",
+    "It is often objected that equality and freedom cannot both be had. This objection rests on",
+    "By capitalism we mean here an economic system in which",
+    "Critics of the theory have replied that (a) it ignores the role of institutions, and (b)",
+    "The history of democracy is in large part the history of",
+    "A tax, as the older economists defined it, is",
+    "Let us consider, then, what follows if we deny that the mind is",
+    "Fellow citizens,\n\nWe meet today at a time when",
+    "Gentlemen of the jury, the facts of this case are few. On the night of",
+    "I was born in 1794, the third son of a wool merchant, and my earliest memory is of",
+    "We left the harbour on the fourth of May with a fair wind. On the second day",
+    "March 3rd. Cold, with a north wind all day. Went to",
+    "The battle began at dawn. The left wing, under General",
+    "The cathedral, begun in the twelfth century and never finished, is remarkable for",
+    "The cell membrane consists of two layers of lipids, in which",
+    "In 1687 Newton showed that the motion of the planets could be derived from",
+    "Theorem 2. Let f be a continuous function on a closed interval. Then",
+    "Abstract. We study the effect of temperature on the growth of",
+    "The common heron is found in marshes and along slow rivers; it nests in",
+    "WASHINGTON -- The committee voted on Tuesday to delay",
+    "The team lost three of its last four games, and the coach said that",
+    "The tenant shall, upon notice of not less than thirty (30) days,",
+    "2.1 Installation. Before you connect the unit to the mains, make sure that",
+    "Take a pound of flour, half a pound of butter, and the yolks of four eggs;",
+    "KING. What news from the north?\n\nMESSENGER. My lord,",
+    "O wind, that over the grey water blows,\n",
+    "Q. When did you first see the defendant?\nA.",
+    "The patient, a 54-year-old woman, presented with",
+    "The film opens with a long shot of an empty street, and",
+    "lol i never thought id say this but",
+    "Re: Re: problem with the build\n\n> it fails on line 40\n\nThat is because",
+    'def merge(left, right):\n    """Merges two sorted lists."""\n',
+    "#include <stdio.h>\n\nint main(void)\n{\n",
+    "| Country | Capital | Population |\n| --- | --- | --- |\n",
+    "According to tradition, the sage had seven pupils. To the first he said,",
+)
 
 
 def prompts() -> list[str]:
@@ -85,6 +137,15 @@ def answer(stub: GenerationServiceStub, number: int, prompt: str) -> str:
     return str(stub.Generate(request, timeout=3600).text).strip()
 
 
+def continuation(stub: GenerationServiceStub, number: int, opening: str) -> str:
+    request = pb.GenerateRequest(
+        text=opening,
+        sampling=pb.SamplingOptions(temperature=1.0, top_p=0.98, seed=number),
+        stopping=pb.StoppingOptions(max_tokens=CONTINUED),
+    )
+    return opening + str(stub.Generate(request, timeout=3600).text).rstrip()
+
+
 def without_addresses(text: str) -> str:
     """Removes lines with an address: an invented one may exist."""
     return "\n".join(line for line in text.split("\n") if not _ADDRESS.search(line))
@@ -93,7 +154,10 @@ def without_addresses(text: str) -> str:
 def main(address: str) -> int:
     with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(AT_ONCE) as pool:
         stub = GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
-        texts = pool.map(lambda one: answer(stub, *one), enumerate(prompts()))
+        texts = [
+            *pool.map(lambda one: answer(stub, *one), enumerate(prompts())),
+            *pool.map(lambda one: continuation(stub, *one), enumerate(OPENINGS * CONTINUATIONS)),
+        ]
         TARGET.write_text(without_addresses("\n\n".join(texts)) + "\n", "utf-8")
     return 0
 
