@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engine.api import GenerationRequest
 from engine.execution.runner import ModelRunner
@@ -18,7 +20,10 @@ from engine.settings import EngineSettings
 from engine.worker.build import build, make_runner, prepare
 from engine.worker.offers import KERNELS_TRIAL
 from engine.worker.ranks import Ranks
+from quant.checkpoint.config import parse_config
+from quant.checkpoint.tensors import dense_tensors
 from tests.engine.conftest import Drive, Request
+from tests.engine.execution.graphs.test_gpu_decode import forced
 from tests.engine.judged import judge
 from tests.engine.quantized import ids_of, nothing
 from tests.engine.worker.test_ranks import same_pages
@@ -39,7 +44,7 @@ def folder(root: Path, form: str) -> Path:
 
 def settings(model: Path, **given: Any) -> EngineSettings:
     chosen: dict[str, Any] = {"max_sequences": 32, "max_context": 512, "kv_bytes": 64 << 20, "seed": 3, **given}
-    return EngineSettings(model=str(model), device="cuda", load_format="dummy", **chosen)
+    return EngineSettings(model=str(model), **{"device": "cuda", "load_format": "dummy", **chosen})
 
 
 def asked(request_of: Request, count: int) -> list[GenerationRequest]:
@@ -98,6 +103,44 @@ def test_launches_without_graphs_and_switches_choose_the_same(
         runner.set_optimization(name, True)
     assert ids(runner, requests, drive) == expected
     runner.close()
+
+
+@pytest.mark.parametrize("streams", [4, 32])  # by the kernels for few rows, and by those for many
+def test_draws_have_the_distribution_of_one_gpu(
+    streams: int, tmp_path: Path, drive: Drive, request_of: Request
+) -> None:
+    model = constant(tmp_path)
+    ids = tuple(ids_of(20, VOCABULARY))
+    whole = prepare(settings(model, load_format="auto", decoder="eager"), nothing).parts
+    chances = forced(whole.model, ids)[-1].double().softmax(0).cpu()
+    runner = build(settings(model, load_format="auto", tensor_parallel=2), nothing)
+    seen, seeds = torch.zeros(VOCABULARY, dtype=torch.float64), itertools.count(1)
+    while seen.sum() < 100_000:
+        requests = [request_of(list(ids), 450, temperature=1.0, seed=next(seeds)) for _ in range(streams)]
+        for answer in drive(runner, requests).answers:
+            seen += torch.bincount(torch.tensor(answer.token_ids), minlength=VOCABULARY)
+    runner.close()
+    expected = chances * seen.sum()
+    often = expected > 20
+    counts, wanted = (torch.cat((one[often], one[~often].sum()[None])) for one in (seen, expected))
+    distance = float(((counts - wanted) ** 2 / wanted.clamp(min=1)).sum())
+    freedom = len(counts) - 1
+    assert abs(distance - freedom) < 6 * (2 * freedom) ** 0.5, (distance, freedom)
+
+
+def constant(root: Path) -> Path:
+    """All tokens have one embedding, so whatever came before, the next token has the same chances."""
+    config = {**KERNELS_TRIAL, "intermediate_size": 512, "vocab_size": VOCABULARY, "tie_word_embeddings": False}
+    (root / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(4)
+    held = {}
+    for name, shape in dense_tensors(parse_config(config, "config.json")).items():
+        values = torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5 if len(shape) > 1 else 0.3)
+        held[name] = (values + float(name.endswith("norm.weight"))).bfloat16()
+    table = held["model.embed_tokens.weight"]
+    held["model.embed_tokens.weight"] = table[:1].expand_as(table).contiguous()
+    save_file(held, root / "model.safetensors")
+    return root
 
 
 def ids(runner: ModelRunner, requests: list[GenerationRequest], drive: Drive) -> list[list[int]]:
