@@ -65,6 +65,7 @@ class Ranks:
         self._timeout = settings.hang_timeout
         self._ended = _exit if lost is None else lost
         self._closing = threading.Event()
+        self._losing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._locks = [threading.Lock() for _ in range(1, ranks)]
         self._others: list[_Other] = []
@@ -115,10 +116,13 @@ class Ranks:
             raise EngineFailed("a rank is gone") from error
 
     def lost(self, reason: str) -> None:
-        if not self._closing.is_set():
-            self._closing.set()
-            _log.error("the group of %d ranks ends: %s", self.part.ranks, reason)
-            self._ended(next((number for one in self._others if (number := one.killed_by())), 0))
+        """Ends the group, once. A second caller waits: what it would do next, such as to report its failed step, must
+        not come before the end of the process."""
+        with self._losing:
+            if not self._closing.is_set():
+                self._closing.set()
+                _log.error("the group of %d ranks ends: %s", self.part.ranks, reason)
+                self._ended(next((number for one in self._others if (number := one.killed_by())), 0))
 
     def close(self) -> None:
         """Ends the other ranks."""

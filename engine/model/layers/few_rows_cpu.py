@@ -1,7 +1,7 @@
-"""The walk over the layers for a few tokens on a CPU: in C, one call for all layers and one for the head.
+"""The walk over the layers for up to 512 tokens on a CPU: in C, one call for all layers and one for the head.
 
 Each token stands for itself: at its position, over its sequence's keys up to there, its own and those of the step
-included. So rows of one token, drafts and short pieces of a prompt are all the same here.
+included. So rows of one token, drafts and pieces of a prompt are all the same here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from engine.settings import PAGE_SIZE
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import LayerForm, Product, layer_form
 
-MOST_ROWS: Final = 16  # tokens; torch's walk is as fast for more
+MOST_ROWS: Final = 16  # tokens of which the head is multiplied here, and that may stand anywhere
+MOST_TOKENS: Final = 512  # of a step
+# Positions from which on torch's walk, whose attention reads keys in blocks, is as fast for more than MOST_ROWS tokens:
+# where it has as many threads, and where it has at most half as many.
+NEAR_POSITIONS, FAR_POSITIONS = 512, 4096
 SPLIT: Final = 512  # positions that one unit of attention reads at most, as in walk.c
 _BITS4, _BITS8, _BITS16, _BITS32 = range(4)
 _pointer = ctypes.c_void_p
@@ -134,6 +138,7 @@ class FewRows:
         self._library = products.library
         self._library.walk_room.restype = self._library.walk_units.restype = _long
         self._threads = products.walkers
+        self._reach = FAR_POSITIONS if 2 * torch.get_num_threads() <= self._threads else NEAR_POSITIONS
         self._held = held = _KeptStructures()
         self._vocabulary, self._most_units = config.vocab_size, int(self._library.walk_units())
         self._most_heads = max(config.heads, config.kv_heads)
@@ -169,8 +174,8 @@ class FewRows:
     def takes(self, spans: Sequence[RowSpan], cache: KvCache) -> bool:
         tokens = sum(span.count for span in spans)
         splits = _last(spans) // SPLIT + 1
-        few = tokens <= MOST_ROWS and tokens * splits * self._most_heads <= self._most_units
-        return few and cache.heads_outside
+        near = tokens <= MOST_ROWS or (tokens <= MOST_TOKENS and _last(spans) < self._reach)
+        return near and tokens * splits * self._most_heads <= self._most_units and cache.heads_outside
 
     def forward(
         self, x: torch.Tensor, spans: Sequence[RowSpan], positions: torch.Tensor, slots: torch.Tensor, cache: KvCache

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from engine.linear import Placement
 from engine.linear.products import CpuProducts, open_products
 from engine.model.attention import RowSpan
-from engine.model.layers.few_rows_cpu import MOST_ROWS, SPLIT, FewRows, open_few_rows
+from engine.model.layers.few_rows_cpu import (
+    FAR_POSITIONS,
+    MOST_ROWS,
+    MOST_TOKENS,
+    NEAR_POSITIONS,
+    SPLIT,
+    FewRows,
+    open_few_rows,
+)
 from engine.worker.hardware import cpu_features
 from tests.engine.model.layers.walked import CPU, Made, Shape, in_float64, run
 from tests.properties import example_count
@@ -192,9 +200,41 @@ def test_what_it_does_not_take(products: CpuProducts) -> None:
     made = Made(Shape(), products)
     walk = walk_of(made)
     assert walk.takes(rows_at(*range(16), apart=1), made.pool)
-    assert not walk.takes(rows_at(*([3] * (MOST_ROWS + 1)), apart=1), made.pool)
+    assert walk.takes(rows_at(*([3] * MOST_TOKENS), apart=1), made.pool)
+    assert not walk.takes(rows_at(*([3] * (MOST_TOKENS + 1)), apart=1), made.pool)
+    assert walk.takes(rows_at(*([9000] * MOST_ROWS)), made.pool)
+    assert not walk.takes(rows_at(*([9000] * (MOST_ROWS + 1))), made.pool)
     reasons = [
         open_few_rows(made.config, made.model.weights, made.model.rope, placement)
         for placement in (Placement(torch.float32, CPU), Placement(torch.bfloat16, CPU))
     ]
     assert reasons == ["weights of 32 bits are multiplied by torch", "there is no C compiler for the walk"]
+
+
+def test_how_far_it_takes_prompts_follows_the_threads_of_torch(products: CpuProducts) -> None:
+    before, walkers = torch.get_num_threads(), products.walkers
+    try:
+        for threads, own, reach in (
+            (1, 2, FAR_POSITIONS),
+            (1, 1, NEAR_POSITIONS),
+            (2, 3, NEAR_POSITIONS),
+            (2, 4, FAR_POSITIONS),
+        ):
+            torch.set_num_threads(threads)
+            products.walkers = own
+            made = Made(Shape(), products)
+            walk = walk_of(made)
+            for last, taken in ((reach - 1, True), (reach, False)):
+                assert walk.takes([RowSpan(0, 20, last - 19, [0])], made.pool) is taken
+    finally:
+        torch.set_num_threads(before)
+        products.walkers = walkers
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_prompts_beside_rows(form: str, products: CpuProducts) -> None:
+    made = Made(Shape(form=form), products, pages=64)
+    pages = [list(range(at, at + 16)) for at in (0, 16, 32)]
+    spans = [RowSpan(0, 1, 77, pages[2]), RowSpan(1, 200, 0, pages[0]), RowSpan(201, 40, 31, pages[1])]
+    assert walk_of(made).takes(spans, made.pool)
+    compare(made, spans)
