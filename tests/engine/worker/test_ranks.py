@@ -184,3 +184,33 @@ def test_a_rank_that_dies_is_noticed_without_any_work(group: Group) -> None:
     assert group.ended_by == [signal.SIGKILL]
     group.ranks.close()
     assert gone(group.ranks.pids[0])
+
+
+def test_who_finds_a_lost_group_second_waits_for_its_end(tmp_path: Path) -> None:
+    """Else a step that failed with the group could be reported before the process ends."""
+    ending, may_end, second_returned = threading.Event(), threading.Event(), threading.Event()
+    ended_by: list[int] = []
+
+    def end(number: int) -> None:
+        ended_by.append(number)
+        ending.set()
+        assert may_end.wait(60)
+
+    ranks = Ranks(settings(tmp_path), 1, end)
+    first = threading.Thread(target=ranks.lost, args=("one",))
+    first.start()
+    assert ending.wait(60)
+
+    def find_second() -> None:
+        ranks.lost("two")
+        second_returned.set()
+
+    second = threading.Thread(target=find_second)
+    second.start()
+    assert not second_returned.wait(0.1)
+    may_end.set()
+    first.join(60)
+    second.join(60)
+    assert second_returned.is_set()
+    assert ended_by == [0]
+    ranks.close()
