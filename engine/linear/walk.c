@@ -1,5 +1,5 @@
-// The walk over a model's layers for a few rows of one token each, in one call: the third of the walks that
-// engine/model describes. Norms, rotations, attention over pages and gates stand between the products of tiles.h.
+// The walk over a model's layers for tokens of any sequences, each by itself, in one call: one of the walks that
+// engine/model/layers describes. Norms, rotations, attention over pages and gates stand between the products of tiles.h.
 //
 // A step is a sequence of phases. A phase is cut into units that any thread may claim, and ends when all of its units
 // are done, so a thread that the system has taken off its core holds up nobody unless it is in the middle of a unit.

@@ -13,8 +13,8 @@ from torch.nn import functional
 from engine.kv.kv_cache import KvCache, KvShape
 from engine.linear import Placement
 from engine.model.attention import StepAttention
+from engine.model.layers.cpu_walk import MOST_ROWS, CpuWalk, open_cpu_walk
 from engine.model.layers.eager import EagerWalk, Tokens
-from engine.model.layers.few_rows_cpu import MOST_ROWS, FewRows, open_few_rows
 from engine.model.layers.parallel import RankExchange, embedded, summed, whole_logits
 from engine.model.rope import RopeTables
 from engine.model.weights import Weights
@@ -64,9 +64,9 @@ class Transformer:
         self._exchange = exchange
         layers = weights.layers if exchange is None else tuple(summed(one, exchange) for one in weights.layers)
         self._eager = EagerWalk(config, layers, ropes, placement.activations.dtype)
-        few_rows = SPLIT if exchange is not None else open_few_rows(config, weights, ropes.full, placement)
-        self._few_rows = few_rows if isinstance(few_rows, FewRows) else None
-        self.why_not_fused = None if isinstance(few_rows, FewRows) else few_rows
+        walk = SPLIT if exchange is not None else open_cpu_walk(config, weights, ropes.full, placement)
+        self._walk = walk if isinstance(walk, CpuWalk) else None
+        self.why_not_fused = None if isinstance(walk, CpuWalk) else walk
 
     @property
     def rope(self) -> torch.Tensor:
@@ -77,8 +77,8 @@ class Transformer:
         """Hidden states [sampled, hidden] before the last norm, float32. Writes keys and values to the cache."""
         x = self.embedded(step.token_ids)
         spans = step.attention.spans
-        if self.fused and self._few_rows is not None and self._few_rows.takes(spans, cache):
-            self._few_rows.forward(x, spans, step.positions, step.slots, cache)
+        if self.fused and self._walk is not None and self._walk.takes(spans, cache):
+            self._walk.forward(x, spans, step.positions, step.slots, cache)
         else:
             self._eager.forward(x, Tokens(step.positions, step.slots, step.attention, cache))
         return x if step.sampled is None else x.index_select(0, step.sampled)
@@ -94,8 +94,8 @@ class Transformer:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, hidden] → [rows, vocab], float32; of a split model on the first rank, which gives the others its
         hidden states. There they get what their own part of the head computes."""
-        if self.fused and self._few_rows is not None and hidden.shape[0] <= MOST_ROWS:
-            return self._few_rows.logits(hidden)
+        if self.fused and self._walk is not None and hidden.shape[0] <= MOST_ROWS:
+            return self._walk.logits(hidden)
         weights = self.weights
         split = self._exchange is not None and self._exchange.part.splits_vocabulary
         if split and self._exchange is not None:

@@ -25,7 +25,7 @@ from engine.linear.products import NoProducts, open_products
 from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import check, weights_digest
 from engine.model.layers import few_rows_weights, portable
-from engine.model.layers.few_rows_cpu import why_not_few_rows
+from engine.model.layers.cpu_walk import why_no_cpu_walk
 from engine.model.rope import rope_tables
 from engine.model.split import Part, own_config
 from engine.model.transformer import SPLIT, Transformer, kv_shape
@@ -292,7 +292,7 @@ def _switches(parts: Parts, report: DoctorReport) -> list[Option]:
         elif report.ranks:
             reasons["fused_kernels"] = SPLIT
         elif report.device == "cpu":
-            reasons["fused_kernels"] = why_not_few_rows(
+            reasons["fused_kernels"] = why_no_cpu_walk(
                 parts.model.config, _with_products(parts.model.placement, report)
             )
     else:

@@ -16,7 +16,7 @@ from engine.linear.products import CpuProducts
 from engine.loading.formats import FolderFormat
 from engine.model.features import FUSED, Feature, features, why_not
 from engine.model.layers import few_rows_weights, many_tokens, portable
-from engine.model.layers.few_rows_cpu import why_not_few_rows
+from engine.model.layers.cpu_walk import why_no_cpu_walk
 from engine.model.rope import RopeTables
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
@@ -64,7 +64,7 @@ def test_a_walk_refuses_by_name_what_it_does_not_compute(case: str, configs: dic
     for reason, computed in (
         (many_tokens.why_not(parts), FUSED),
         (few_rows_weights.why_not(parts), FUSED),
-        (why_not_few_rows(config, cpu), FUSED),
+        (why_no_cpu_walk(config, cpu), FUSED),
         (why_not(config, needed), needed),
         (portable.why_not(parts), portable.COMPUTED),
     ):

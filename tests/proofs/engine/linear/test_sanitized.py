@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from engine.linear.products import open_products
 from engine.worker.hardware import cpu_features
-from tests.engine.model.layers.test_few_rows_cpu import FORMS, compare, rows_at
+from tests.engine.model.layers.test_cpu_walk import FORMS, compare, rows_at
 from tests.engine.model.layers.walked import Made, Shape, run
 
 for walkers in (1, 2):

@@ -37,7 +37,7 @@ _pointer = ctypes.c_void_p
 _long = ctypes.c_long
 
 
-def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
+def why_no_cpu_walk(config: ModelConfig, placement: Placement) -> str | None:
     if placement.device.type != "cpu":
         return "the walk in C is for CPUs"
     if placement.products is None:
@@ -46,13 +46,13 @@ def why_not_few_rows(config: ModelConfig, placement: Placement) -> str | None:
     return features.why_not(config)
 
 
-def open_few_rows(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> FewRows | str:
+def open_cpu_walk(config: ModelConfig, weights: Weights, rope: torch.Tensor, placement: Placement) -> CpuWalk | str:
     """Opens the walk, or returns why there is none."""
-    reason = why_not_few_rows(config, placement)
+    reason = why_no_cpu_walk(config, placement)
     if reason is not None or placement.products is None:
         return reason or ""
     try:
-        return FewRows(config, weights, rope, placement.products)
+        return CpuWalk(config, weights, rope, placement.products)
     except NotWalkable as unfit:
         return str(unfit)
 
@@ -130,7 +130,7 @@ class _KeptStructures:
         return tensor.data_ptr()
 
 
-class FewRows:
+class CpuWalk:
     """The weights, in the form that `walk.c` reads, must stay where they are."""
 
     def __init__(self, config: ModelConfig, weights: Weights, angles: torch.Tensor, products: CpuProducts) -> None:

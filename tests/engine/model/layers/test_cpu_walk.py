@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from engine.linear import Placement
 from engine.linear.products import CpuProducts, open_products
 from engine.model.attention import RowSpan
-from engine.model.layers.few_rows_cpu import (
+from engine.model.layers.cpu_walk import (
     FAR_POSITIONS,
     MOST_ROWS,
     MOST_TOKENS,
     NEAR_POSITIONS,
     SPLIT,
-    FewRows,
-    open_few_rows,
+    CpuWalk,
+    open_cpu_walk,
 )
 from engine.worker.hardware import cpu_features
 from tests.engine.model.layers.walked import CPU, Made, Shape, in_float64, run
@@ -36,9 +36,9 @@ def products() -> CpuProducts:
     return open_products(cpu_features().flags, walkers=2)
 
 
-def walk_of(made: Made) -> FewRows:
-    found = open_few_rows(made.config, made.model.weights, made.model.rope, made.placement)
-    assert isinstance(found, FewRows)
+def walk_of(made: Made) -> CpuWalk:
+    found = open_cpu_walk(made.config, made.model.weights, made.model.rope, made.placement)
+    assert isinstance(found, CpuWalk)
     return found
 
 
@@ -205,7 +205,7 @@ def test_what_it_does_not_take(products: CpuProducts) -> None:
     assert walk.takes(rows_at(*([9000] * MOST_ROWS)), made.pool)
     assert not walk.takes(rows_at(*([9000] * (MOST_ROWS + 1))), made.pool)
     reasons = [
-        open_few_rows(made.config, made.model.weights, made.model.rope, placement)
+        open_cpu_walk(made.config, made.model.weights, made.model.rope, placement)
         for placement in (Placement(torch.float32, CPU), Placement(torch.bfloat16, CPU))
     ]
     assert reasons == ["weights of 32 bits are multiplied by torch", "there is no C compiler for the walk"]
