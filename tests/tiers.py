@@ -1,7 +1,8 @@
 """Which tier each test belongs to. `--tier`, once or more, selects tiers; without it pytest runs whatever is named.
 
     lint         checks files against each other: documents, generated code, names, locks. `make lint` runs it.
-    check        starts no process and takes a second at most. Run before each commit.
+    check        starts no process (but a compiler, where the products of a CPU are not compiled yet) and takes a second
+                 at most. Run before each commit.
     test         proves the product with real servers, Redis and tools, whatever else the machine does.
     proofs       needs minutes or a quiet machine: soak, timing, attack, every setting through a whole server.
     isa          tests of all tiers marked `isa`, which take another path on a CPU with other vector units.
@@ -45,6 +46,7 @@ _NAMED = {
 }
 # Selections that go across the tiers, and what a file needs to say to have tests in them.
 _ACROSS = {"isa": "pytest.mark.isa", "properties": "hypothesis"}
+_COMPILED = "engine/linear/walk.c"
 _guarded = False
 
 
@@ -131,13 +133,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if id(item) in chosen]
 
 
+def _compiles_products(arguments: tuple[Any, ...]) -> bool:
+    """Whether a process compiles the products of a CPU, which are kept until their source changes."""
+    return any(isinstance(one, list) and any(str(part).endswith(_COMPILED) for part in one) for one in arguments)
+
+
 def _guard(owner: Any, name: str) -> None:
     """Replaces a function that starts a process by one that refuses to in a test of `check`."""
     start = getattr(owner, name)
 
     @functools.wraps(start)
     def guarded(*arguments: Any, **options: Any) -> Any:
-        if _guarded:
+        if _guarded and not _compiles_products(arguments):
             raise RuntimeError("this test starts a process: mark it `product` (tests/tiers.py)")
         return start(*arguments, **options)
 
