@@ -217,6 +217,7 @@ def kept_h100(results: Results) -> str:
 H200_WORKLOADS = {
     "decode 128": "one stream behind 128 tokens, tokens/s",
     "first token 128": "first token of 128, ms",
+    "n1": "one request of 128 tokens in and 128 out, tokens/s",
     "mixed256": "256 requests, 100 to 1,024 tokens in and out at random, tokens/s",
 }
 
