@@ -122,9 +122,7 @@ OPENINGS = (
 
 def prompts() -> list[str]:
     """Combines every form with every subject so that neighbours differ in both."""
-    pairs = zip(
-        itertools.cycle(FORMS), (SUBJECTS[(i * 5 + i // 84) % len(SUBJECTS)] for i in range(ANSWERS)), strict=False
-    )
+    pairs = zip(itertools.cycle(FORMS), (SUBJECTS[i * 5 % len(SUBJECTS)] for i in range(ANSWERS)), strict=False)
     return [f"{form} {subject}." for form, subject in pairs]
 
 

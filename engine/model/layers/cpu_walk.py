@@ -26,11 +26,12 @@ from engine.settings import PAGE_SIZE
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.tensors import LayerForm, Product, layer_form
 
-MOST_ROWS: Final = 16  # tokens of which the head is multiplied here, and that may stand anywhere
 MOST_TOKENS: Final = 512  # of a step
-# Positions from which on torch's walk, whose attention reads keys in blocks, is as fast for more than MOST_ROWS tokens:
-# where it has as many threads, and where it has at most half as many.
-NEAR_POSITIONS, FAR_POSITIONS = 512, 4096
+MOST_ROWS: Final = 16  # tokens that this walk takes at any position, and rows of logits that it computes
+# More tokens than MOST_ROWS are taken before this position, since torch's attention, which reads keys in blocks, wins
+# behind long contexts: where torch has about as many threads, and where it has at most half as many.
+NEAR_POSITIONS: Final = 512
+FAR_POSITIONS: Final = 4096
 SPLIT: Final = 512  # positions that one unit of attention reads at most, as in walk.c
 _BITS4, _BITS8, _BITS16, _BITS32 = range(4)
 _pointer = ctypes.c_void_p
@@ -173,9 +174,10 @@ class CpuWalk:
 
     def takes(self, spans: Sequence[RowSpan], cache: KvCache) -> bool:
         tokens = sum(span.count for span in spans)
-        splits = _last(spans) // SPLIT + 1
-        near = tokens <= MOST_ROWS or (tokens <= MOST_TOKENS and _last(spans) < self._reach)
-        return near and tokens * splits * self._most_heads <= self._most_units and cache.heads_outside
+        last = _last(spans)
+        near = tokens <= MOST_ROWS or (tokens <= MOST_TOKENS and last < self._reach)
+        units = tokens * (last // SPLIT + 1) * self._most_heads
+        return near and units <= self._most_units and cache.heads_outside
 
     def forward(
         self, x: torch.Tensor, spans: Sequence[RowSpan], positions: torch.Tensor, slots: torch.Tensor, cache: KvCache
