@@ -1,23 +1,25 @@
 """Makes the embedder once and keeps it: sentence-transformers → eight bits, for onnxruntime and, given a C compiler and
 a processor for it, for the encoder in C. Each is compared with the original.
 
-A server runs `python -m cache.semantic.export [FOLDER] [--into FOLDER]` (`exporter`). Torch runs in one more process
-(`source`); with the result in the cache folder, or made ahead, neither onnx nor torch nor a compiler is needed.
+A server runs this module in a process (`exporter`), and Torch runs in one more (`source`). With the result in the cache
+folder, or made ahead, neither onnx nor torch nor a compiler is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +51,7 @@ LEAST_MEAN = 0.985  # cosine to sentence-transformers' own vectors
 LEAST = 0.965
 PATIENCE = 300.0  # seconds for loading sentence-transformers
 SAYS = "whippet: "  # before the line that says why it failed
+UNDER_WAY = ".export-"  # begins the name of a folder in which an embedder is being made
 _NICENESS = 10
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "modules.json")
 
@@ -124,32 +127,46 @@ def found(source: Path) -> Path | None:
     return next((folder / name for folder in folders if (folder / name / MANIFEST).is_file()), None)
 
 
-def exported(source: Path | None = None) -> Path:
+def exported(source: Path | None = None, work: Path | None = None) -> Path:
     """Exports first if need be, which blocks for many seconds. Raises ExportFailed."""
     folder = source or default_source()
     if (made := found(folder)) is not None:
         return made
     if (ahead := prebuilt_folder()) is not None:
         log.warning("cache: the embedder is exported here: this one is not in %s", ahead)
-    return make_embedder(folder, cache_folder())
+    return make_embedder(folder, cache_folder(), work=work)
 
 
-def make_embedder(source: Path, target: Path, *, anywhere: bool = False) -> Path:
-    """`anywhere`: also for processors without VNNI. Raises ExportFailed."""
+def make_embedder(source: Path, target: Path, *, anywhere: bool = False, work: Path | None = None) -> Path:
+    """`anywhere`: also for processors without VNNI; `work`: a folder for files under way, removed in the end.
+    Raises ExportFailed."""
     digest = source_digest(source)
     final = target / _name(digest)
     if (final / MANIFEST).is_file():
         return final
     log.info("cache: exporting the embedder, once")
     target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target, prefix=".export-") as work:
-        made = _export(source, Path(work), digest, anywhere)
+    with _folder(target, work) as under_way:
+        made = _export(source, under_way, digest, anywhere)
         try:
             made.rename(final)
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise ExportFailed(f"cannot write {final}") from None
     return final
+
+
+@contextlib.contextmanager
+def _folder(target: Path, named: Path | None) -> Iterator[Path]:
+    if named is None:
+        with tempfile.TemporaryDirectory(dir=target, prefix=UNDER_WAY) as made:
+            yield Path(made)
+        return
+    try:
+        named.mkdir()
+        yield named
+    finally:
+        shutil.rmtree(named, ignore_errors=True)
 
 
 def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:
@@ -254,6 +271,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cache.semantic.export", description="Exports the embedder.")
     parser.add_argument("model", nargs="?", type=Path, help="its folder; unset: the installed one")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help="for any processor, to be found by prebuilt-dir")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="where files under way are; removed in the end")
     flags = parser.parse_args()
     logging.basicConfig(level=logging.ERROR, format="%(levelname)s %(message)s")  # onnxruntime says much
     logging.getLogger("cache").setLevel(logging.INFO)
@@ -261,7 +279,10 @@ def main() -> int:
     os.nice(_NICENESS)  # those who stream go first
     try:
         model = flags.model or default_source()
-        folder = exported(model) if flags.into is None else make_embedder(model, flags.into, anywhere=True)
+        if flags.into is None:
+            folder = exported(model, flags.work)
+        else:
+            folder = make_embedder(model, flags.into, anywhere=True, work=flags.work)
     except (ExportFailed, ImportError, OSError, ValueError) as failure:
         sys.stderr.write(f"{SAYS}{failure}\n")
         return 1

@@ -6,19 +6,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import threading
 import time
+import uuid
 from pathlib import Path
 
 from cache.semantic.apart import command, environment
-from cache.semantic.export import PATIENCE, SAYS, ExportFailed, default_source, found
+from cache.semantic.export import PATIENCE, SAYS, UNDER_WAY, ExportFailed, cache_folder, default_source, found
 
 log = logging.getLogger(__name__)
 
-_LOOK = 0.5  # seconds between two looks at whether it is late
-_GRACE = 5.0  # seconds in which an interrupted process may clean up
+_REMOVALS = 100  # tries to remove the folder of a process that was killed
+_BETWEEN = 0.05  # seconds between two of them
 
 
 class Exporter:
@@ -28,14 +30,13 @@ class Exporter:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
-        self._late = float("inf")  # when it is ended without asking
 
     def exported(self, source: Path | None = None) -> Path:
         """Raises ExportFailed, also where it was stopped."""
         folder = source or default_source()
         if (made := found(folder)) is None:
             log.info("cache: exporting the embedder, once")
-            self._export(folder)
+            self._export(folder, cache_folder() / f"{UNDER_WAY}{uuid.uuid4().hex}")
             made = found(folder)
         if made is None:
             raise ExportFailed("the exported embedder is not where it was put")
@@ -43,26 +44,26 @@ class Exporter:
 
     def stop(self) -> None:
         with self._lock:
-            self._stopped, self._late = True, time.monotonic() + _GRACE
+            self._stopped = True
             if self._process is not None and self._process.poll() is None:
-                _signal(self._process, signal.SIGTERM)
+                _kill(self._process)
 
-    def _export(self, folder: Path) -> None:
+    def _export(self, source: Path, work: Path) -> None:
         with self._lock:
             if self._stopped:
                 raise ExportFailed("it was stopped")
-            self._late = time.monotonic() + 2 * PATIENCE
             process = self._process = subprocess.Popen(
-                command("cache.semantic.export", str(folder)),
-                env=environment(),
+                command("cache.semantic.export", str(source), "--work", str(work)),
+                env={**environment(), "TMPDIR": str(work)},  # a compiler's files go with the rest
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 encoding="utf-8",
                 errors="replace",
-                start_new_session=True,  # what it starts ends with it
+                start_new_session=True,  # what it starts is killed with it
             )
-        output = self._wait(process).splitlines()
+        output = _wait(process).splitlines()
+        _remove(work)
         for line in output:
             level, _, message = line.partition(" ")
             if level == "WARNING" and message.startswith("cache: "):
@@ -71,15 +72,26 @@ class Exporter:
             why = next((line.removeprefix(SAYS) for line in reversed(output) if line.startswith(SAYS)), None)
             raise ExportFailed(why or f"the process that exports it ended with {process.returncode}")
 
-    def _wait(self, process: subprocess.Popen[str]) -> str:
-        while True:
-            try:
-                return process.communicate(timeout=_LOOK)[1]
-            except subprocess.TimeoutExpired:
-                if time.monotonic() > self._late:
-                    _signal(process, signal.SIGKILL)
+
+def _wait(process: subprocess.Popen[str]) -> str:
+    """Returns what the process wrote to stderr, once it has ended; one that takes too long is killed."""
+    try:
+        return process.communicate(timeout=2 * PATIENCE)[1]
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        return process.communicate()[1]
 
 
-def _signal(process: subprocess.Popen[str], number: int) -> None:
+def _kill(process: subprocess.Popen[str]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _remove(work: Path) -> None:
+    """A process that was killed leaves its folder, and one that it started may still finish a system call there."""
+    for _ in range(_REMOVALS):
+        shutil.rmtree(work, ignore_errors=True)
+        if not work.exists():
+            return
+        time.sleep(_BETWEEN)
+    log.warning("cache: %s cannot be removed", work)

@@ -60,7 +60,7 @@ def test_one_that_was_made_ahead_is_found_first(
     assert exported() == ahead / exported_embedder.name
     assert missing() == ()
     (ahead / exported_embedder.name).unlink()
-    monkeypatch.setattr(export, "make_embedder", lambda source, target: target)
+    monkeypatch.setattr(export, "make_embedder", lambda source, target, **_: target)
     assert exported() == tmp_path / "kept" / "embedders"
     assert f"not in {ahead}" in caplog.text
 

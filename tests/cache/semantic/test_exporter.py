@@ -15,7 +15,7 @@ import pytest
 from cache.api import CacheSettings, Mode, ModelIdentity, SemanticSettings
 from cache.open.caches import open_caches
 from cache.open.counters import Counters
-from cache.semantic.export import ExportFailed, default_source, found
+from cache.semantic.export import UNDER_WAY, ExportFailed, default_source, found
 from cache.semantic.exporter import Exporter
 
 pytestmark = pytest.mark.product
@@ -31,10 +31,10 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "kept" / "embedders"
 
 
-def wait_for_one(folder: Path) -> None:
-    """Until an export is under way there."""
+def wait_for_one(folder: Path, files: str = "") -> None:
+    """Until an export is under way there, with `files`."""
     end = time.monotonic() + PATIENCE
-    while not any(folder.glob(".export-*")):
+    while not any(folder.glob(f"{UNDER_WAY}*{files}")):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
 
@@ -65,28 +65,26 @@ def test_it_can_be_stopped_and_leaves_nothing_behind(kept: Path) -> None:
         exporter.exported()
 
 
-_SLOW = """
-import pathlib, signal, sys, time
-folder = pathlib.Path(sys.argv[1])
-def clean(*_):
-    time.sleep(1.2)  # longer than two looks
-    (folder / ".export-1").unlink()
-    sys.exit(1)
-signal.signal(signal.SIGTERM, clean)
-folder.mkdir(parents=True)
-(folder / ".export-1").touch()
-time.sleep(60)
+_STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+work = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+write = "import pathlib, sys, time\\nwhile True: (pathlib.Path(sys.argv[1]) / str(time.monotonic_ns())).touch()"
+work.mkdir(parents=True)
+subprocess.run([sys.executable, "-c", write, str(work)])
 """
 
 
-def test_one_that_is_stopped_has_time_to_clean_up(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache.semantic.exporter.command", lambda *_: [sys.executable, "-c", _SLOW, str(kept)])
+def test_one_that_ignores_signals_leaves_nothing_behind(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a process that it started, which writes until the end."""
+    started = lambda *given: [sys.executable, "-c", _STUBBORN, given[-1]]  # noqa: E731
+    monkeypatch.setattr("cache.semantic.exporter.command", started)
     exporter = Exporter()
     with ThreadPoolExecutor(1) as pool:
         export = pool.submit(exporter.exported)
-        wait_for_one(kept)
+        wait_for_one(kept, "/*")
         exporter.stop()
-        with pytest.raises(ExportFailed, match="ended with 1"):
+        with pytest.raises(ExportFailed, match="ended with -9"):
             export.result(PATIENCE)
     assert list(kept.iterdir()) == []
 
