@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +47,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in the background
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is first imported
 
 load_profile()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives each run a folder of its own for temporary ones. In the folder that pytest shares among runs of a user, one
+    that tidies up takes what another lists, which then fails a test that happens to run. `--basetemp` keeps files."""
+    if config.option.basetemp is None and not hasattr(config, "workerinput"):
+        own = tempfile.mkdtemp(prefix="whippet-")
+        config.option.basetemp = f"{own}/run"
+        config.add_cleanup(partial(shutil.rmtree, own, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)
