@@ -102,6 +102,8 @@ RULES: dict[str, Schema] = {
     "serviceAccount.annotations": LABELS,
     "pdb.enabled": BOOLEAN_OR_COMPUTED,
     "pdb.maxUnavailable": {"anyOf": [POSITIVE, {"type": "string", "pattern": "^[0-9]+%$"}]},
+    "leaderWorkerSet.size": {"type": "integer", "minimum": 1, "maximum": 16},
+    "leaderWorkerSet.secretName": NAME,
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "service.annotations": LABELS,
     "networkPolicy.clients": OBJECTS,

@@ -28,6 +28,8 @@ ALERT = record(
     {"alert": TEXT, "expr": TEXT, "labels": LABELS, "annotations": LABELS},
     {"for": {"type": "string", "pattern": "^[0-9]+(s|m|h)$"}},
 )
+TEMPLATE = record({"metadata": {"type": "object"}, "spec": {"type": "object", "required": ["containers"]}})
+RESTARTS: Schema = {"enum": ["RecreateGroupOnPodRestart", "None"]}
 BACKEND = record({"name": TEXT}, {"group": TEXT, "kind": TEXT, "port": COUNT})
 SPECS: dict[tuple[str, str], Schema] = {
     ("monitoring.coreos.com/v1", "ServiceMonitor"): record(
@@ -66,7 +68,7 @@ SPECS: dict[tuple[str, str], Schema] = {
             "replicas": COUNT,
             "rolloutStrategy": {"type": "object", "required": ["type"]},
             "leaderWorkerTemplate": record(
-                {"size": COUNT, "restartPolicy": TEXT, "workerTemplate": {"type": "object", "required": ["spec"]}}
+                {"size": COUNT, "restartPolicy": RESTARTS, "workerTemplate": TEMPLATE}, {"leaderTemplate": TEMPLATE}
             ),
         }
     ),

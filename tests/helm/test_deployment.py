@@ -119,6 +119,22 @@ def test_groups_of_one_and_a_budget_for_several(rendered: Rendered) -> None:
     assert budget["spec"]["maxUnavailable"] == 1
 
 
+def test_a_large_model_is_shared_by_two_pods_with_a_gpu_each(rendered: Rendered) -> None:
+    (values,) = (text for title, text in BLOCKS if title == "More than one machine" and "leaderWorkerSet" in text)
+    objects = rendered(values)
+    (group,) = objects["LeaderWorkerSet"]
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["replicas"], template["size"]) == (1, 2)
+    for role in ("leaderTemplate", "workerTemplate"):
+        pod = template[role]["spec"]
+        assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
+        (ranks,) = (one["secret"] for one in pod["volumes"] if one["name"] == "ranks")
+        (key,) = ranks["items"]
+        made = f"create secret generic {ranks['secretName']} --from-file={key['key']}\n"
+        assert made in SECTIONS["More than one machine"]
+    assert not objects.get("PodDisruptionBudget")
+
+
 def test_a_dead_nodes_pods_start_elsewhere_soon(rendered: Rendered) -> None:
     objects = rendered(block("When a node dies"))
     assert [one["tolerationSeconds"] for one in pod(objects)["tolerations"]] == [30, 30]

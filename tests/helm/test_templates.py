@@ -29,6 +29,13 @@ ALL_SIGHT = (
     "metrics.dashboard.enabled=true",
     "traces.endpoint=http://collector:4317",
 )
+GROUP = (
+    "leaderWorkerSet.enabled=true",
+    "leaderWorkerSet.size=2",
+    "leaderWorkerSet.secretName=ranks",
+    "tensorParallel=4",
+    "gpu.count=2",
+)
 COMBINATIONS: dict[str, tuple[str, ...]] = {
     "no values": (),
     "a GPU and a claim": ("gpu.count=1", "runtimeClassName=nvidia", "model.source=pvc", "model.path=", TOKENS),
@@ -57,6 +64,7 @@ COMBINATIONS: dict[str, tuple[str, ...]] = {
         "inferencePool.endpointPicker=picker",
     ),
     "groups": ("leaderWorkerSet.enabled=true",),
+    "groups of two pods": (*GROUP, "replicaCount=2"),
     "no GPU to spare": ("strategy.type=Recreate", "pdb.enabled=false"),
     "no policy": ("networkPolicy.enabled=false",),
 }
@@ -84,6 +92,27 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "more at least than at most": (("autoscaling.minReplicas=9",), "autoscaling.minReplicas: must be at most"),
     "no server at all": (("autoscaling.minReplicas=0",), "autoscaling.minReplicas: with no server nobody counts"),
     "groups that scale": (("leaderWorkerSet.enabled=true", "autoscaling.hpa.enabled=true"), "leaderWorkerSet.enabled:"),
+    "a group without its kind": (GROUP[1:], "leaderWorkerSet.size: a group of several pods needs"),
+    "a group without a secret": (
+        (*GROUP, "leaderWorkerSet.secretName="),
+        "leaderWorkerSet.secretName: name a Secret with the key `secret`",
+    ),
+    "a group that is too large": ((*GROUP, "leaderWorkerSet.size=17"), "leaderWorkerSet.size: Must be less than or"),
+    "more pods than ranks": ((*GROUP, "tensorParallel=1"), "tensorParallel: counts the ranks of all pods of a group"),
+    "ranks that pods cannot share": (
+        (*GROUP, "leaderWorkerSet.size=3"),
+        "set it to a multiple of leaderWorkerSet.size, which is 3",
+    ),
+    "a group's GPUs in each of its pods": ((*GROUP, "gpu.count=4"), "gpu.count: each pod of a group takes"),
+    "too few GPUs in a group": ((*GROUP, "gpu.count=1"), "GPUs; set it to 2"),
+    "slices in a group": (
+        (*GROUP, "tensorParallel=2", "gpu.count=1", "gpu.resourceName=nvidia.com/mig-3g.40gb"),
+        "leaderWorkerSet.size: one slice of a GPU makes one server",
+    ),
+    "a setting of the chart's in a group": (
+        (*GROUP, "config.engine.ranks-listen=x"),
+        "config.engine.ranks-listen: the chart sets it itself",
+    ),
     "an authority without a certificate": (("tls.clientCA=true",), "tls.clientCA: needs tls.existingSecret"),
     "strangers": (("model.source=pvc",), "auth: name auth.tokens.existingSecret"),
     "no slice": (("gpu.resourceName=nvidia.com/mig-1g.5gb",), "gpu.count: one slice of a GPU makes one server"),

@@ -19,6 +19,38 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: server
 {{- end -}}
 
+{{- /* Whether several pods share one model: true or nothing */ -}}
+{{- define "whippet.grouped" -}}
+{{- if and .Values.leaderWorkerSet.enabled (gt (.Values.leaderWorkerSet.size | int) 1) }}true{{ end -}}
+{{- end -}}
+
+{{- define "whippet.ranksOfPod" -}}
+{{- if include "whippet.grouped" . -}}
+{{- div (.Values.tensorParallel | int) (.Values.leaderWorkerSet.size | int) -}}
+{{- else -}}
+{{- .Values.tensorParallel | int -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Pods that take calls: of a group, the leader. Its controller sets the label. */ -}}
+{{- define "whippet.servingSelector" -}}
+{{ include "whippet.selector" . }}
+{{- if include "whippet.grouped" . }}
+leaderworkerset.sigs.k8s.io/worker-index: "0"
+{{- end }}
+{{- end -}}
+
+{{- /* The controller makes a headless Service with the LeaderWorkerSet's name, by which the pods of a group find their
+       leader before it is ready. The Service of the data port has the release's name already. The name is short, since
+       names of pods are made of it, and labels of these hold at most 63 characters. */ -}}
+{{- define "whippet.setName" -}}
+{{- if include "whippet.grouped" . -}}
+{{- printf "%s-group" (include "whippet.fullname" . | trunc 42 | trimSuffix "-") -}}
+{{- else -}}
+{{- include "whippet.fullname" . -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "whippet.redisSelector" -}}
 app.kubernetes.io/name: {{ include "whippet.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -158,6 +190,10 @@ true
 {{- if include "whippet.insecure" . }}{{ $_ := set $ours "insecure" true }}{{ end -}}
 {{- with .Values.model.name }}{{ $_ := set $ours "model-name" . }}{{ end -}}
 {{- if gt (.Values.tensorParallel | int) 1 }}{{ $_ := set $ours "tensor-parallel" (.Values.tensorParallel | int) }}{{ end -}}
+{{- if include "whippet.grouped" . -}}
+{{- $elsewhere := sub (.Values.tensorParallel | int) (include "whippet.ranksOfPod" . | int) | int -}}
+{{- $_ := set $ours "engine" (dict "ranks-elsewhere" $elsewhere "ranks-listen" "0.0.0.0:50061" "ranks-secret-file" "/etc/whippet/ranks/secret") -}}
+{{- end -}}
 {{- with .Values.model.digest }}{{ $_ := set $ours "model-digest" . }}{{ end -}}
 {{- if .Values.tls.existingSecret -}}
 {{- $tls := dict "cert" "/etc/whippet/tls/tls.crt" "key" "/etc/whippet/tls/tls.key" -}}
