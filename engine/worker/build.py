@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -64,6 +65,7 @@ from engine.worker.peer_memory import open_sums
 from engine.worker.ranks import Ranks
 from engine.worker.required_kernels import KernelQuery, most_tokens, required_kernels
 from quant.checkpoint.config import ModelConfig
+from quant.checkpoint.digest import of_texts
 from quant.checkpoint.tensors import dense_tensors
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,10 @@ class Membership(Protocol):
 
     @property
     def part(self) -> Part: ...
+
+    @property
+    def here(self) -> int:
+        """Returns how many ranks are on this host."""
 
     @property
     def others(self) -> Others | None:
@@ -148,7 +154,7 @@ def prepare(
     other ranks started here."""
     if member is not None:
         return _prepare(settings, progress, constraints, member)
-    ranks = _started(settings)
+    ranks = _started(settings, progress)
     try:
         return _prepare(settings, progress, constraints, ranks)
     except BaseException:
@@ -157,20 +163,22 @@ def prepare(
         raise
 
 
-def _started(settings: EngineSettings) -> Ranks | None:
-    """Starts the other ranks of a model that is to be split. Raises InvalidModel or Unsupported before any is."""
+def _started(settings: EngineSettings, progress: Progress) -> Ranks | None:
+    """Starts the other ranks of a model that is to be split, and awaits those of other hosts. Raises InvalidModel or
+    Unsupported before any is."""
     device = pick_device(settings.device)
     if settings.tensor_parallel == 1 or (settings.tensor_parallel == "auto" and device.type == "cpu"):
         return None
     config, form = read_folder(Path(settings.model), settings.quantization)
     form = form.on(device.type)
-    ranks = pick_ranks(settings.tensor_parallel, device, lambda ranks: pays(settings, config, form, ranks))
+    useful = partial(pays, settings, config, form)
+    ranks = pick_ranks(settings.tensor_parallel, device, useful, elsewhere=settings.ranks_elsewhere)
     if ranks == 1:
         return None
     if settings.draft_model is not None and device.type == "cuda":
         raise Unsupported(f"tensor-parallel {ranks}: a draft model is for one GPU; leave out draft-model, or use 1")
     require_split(settings.model, config, form, ranks)
-    return Ranks(settings, ranks, on_gpus=device.type == "cuda")
+    return Ranks(settings, ranks, on_gpus=device.type == "cuda", progress=progress)
 
 
 def pays(settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int) -> bool:
@@ -199,6 +207,7 @@ def _prepare(
     config, form = read_folder(folder, settings.quantization)
     device = pick_device(settings.device)
     part = WHOLE if member is None else member.part
+    here = 1 if member is None else member.here
     # The first rank alone drafts: what it verifies, all compute.
     drafts = settings.draft_model if part.first else None
     draft = read_draft(Path(drafts), folder, config) if drafts else None
@@ -209,7 +218,7 @@ def _prepare(
         _check_size(draft.folder, own)
     gpu = _kernels(settings, what, own)
     if device.type == "cpu":
-        torch.set_num_threads(max(1, pick_threads(settings.threads) // part.ranks))
+        torch.set_num_threads(max(1, pick_threads(settings.threads) // here))
     try:
         with torch.inference_mode():
             if device.type == "cuda":
@@ -232,15 +241,19 @@ def _prepare(
 def _met(settings: EngineSettings, what: Loading, member: Membership, gpu: GpuKernels, progress: Progress) -> Split:
     exchange = member.meet(progress)
     try:
+        split = Split(exchange, member.others)
+        if settings.ranks_elsewhere:
+            split.agree(f"{what.placement.dtype} and texts of the model with digest {of_texts(Path(settings.model))}")
         if what.placement.device.type == "cpu" or not isinstance(exchange, Gloo):
-            return Split(exchange, member.others)
+            return split
         return _on_gpus(settings, what, member.others, exchange, gpu)
     finally:
         member.met()
 
 
 def _on_gpus(settings: EngineSettings, what: Loading, others: Others | None, hosts: Gloo, gpu: GpuKernels) -> Split:
-    device, reason = what.placement.device, why_no_peers(what.part.ranks)
+    device, one_host = what.placement.device, settings.ranks_elsewhere == 0
+    reason = why_no_peers(what.part.ranks) if one_host else "some are on other hosts"
     if reason is None:
         tokens = most_tokens(settings.max_batch_tokens or _batch_tokens(what.own_config, device))
         try:
@@ -250,7 +263,7 @@ def _on_gpus(settings: EngineSettings, what: Loading, others: Others | None, hos
             reason = str(failure)
     if what.part.first:
         _log.warning("%s", through_nccl(what.part.ranks, reason))
-    return Split(Nccl(hosts, settings.hang_timeout), others, None, reason)
+    return Split(Nccl(hosts, settings.hang_timeout, one_host=one_host), others, None, reason)
 
 
 def _loading(

@@ -84,15 +84,17 @@ def dtype_of_gpu(stated: str | None, quantized: bool) -> torch.dtype:
     return torch.bfloat16 if quantized else torch.float32 if stated is None else DTYPES[stated]
 
 
-def pick_ranks(wanted: TensorParallel, device: torch.device, useful: Callable[[int], bool]) -> int:
-    """Returns over how many processes a model is split. auto: one on a CPU; as many GPUs as there are and are of use.
-    Raises Unsupported."""
+def pick_ranks(
+    wanted: TensorParallel, device: torch.device, useful: Callable[[int], bool], *, elsewhere: int = 0
+) -> int:
+    """Returns over how many processes a model is split, of which `elsewhere` are on other hosts. auto: one on a CPU; as
+    many GPUs as there are and are of use. Raises Unsupported."""
     there = torch.cuda.device_count() if device.type == "cuda" else sys.maxsize
     if wanted == "auto":
         if device.type != "cuda":
             return 1
         return next((ranks for ranks in range(min(there, MOST_GPUS), 1, -1) if useful(ranks)), 1)
-    if wanted > there:
+    if wanted - elsewhere > there:
         raise Unsupported(f"tensor-parallel {wanted}: {there} GPUs are visible; use fewer processes")
     return wanted
 

@@ -23,7 +23,7 @@ from engine.execution.router import Capacity, StepOptions
 from engine.loading.progress import Progress
 from engine.scheduling.plan import Row, RowResult, Share
 from engine.scheduling.sequence_state import SequenceTable
-from engine.worker.group import (
+from engine.worker.messages import (
     AppendTokens,
     BeginStep,
     ChangeRows,

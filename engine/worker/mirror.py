@@ -31,8 +31,9 @@ from engine.model.transformer import StepInput, Transformer
 from engine.model.weights import Weights
 from engine.scheduling.plan import PageAccess, Row, RowResult, StepPlan
 from engine.scheduling.sequence_state import SequenceTable
-from engine.worker.group import BeginStep, Forward, Logits, Mirrored, Nccl, Order, ReadPages, WritePages
+from engine.worker.group import Nccl
 from engine.worker.launches import FollowedSteps, LedSteps, Steps, led_prompts, prompts_of, tokens_of
+from engine.worker.messages import BeginStep, Forward, Logits, Mirrored, Order, ReadPages, WritePages
 from quant.checkpoint.config import ModelConfig
 
 _ERROR_LENGTH: Final = 160  # characters of an error

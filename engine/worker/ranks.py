@@ -1,7 +1,9 @@
-"""The first rank's hold on the processes of the other ranks: starts them, sends them orders, and ends with them.
+"""The first rank's hold on the processes of the other ranks: starts those of this host, awaits those of others, sends
+them orders, and ends with them.
 
 A group lives and dies as one. Where a rank ends or gives no sign of life, the first one ends too, and the front starts
-another engine process as after any death; where the first one ends, the kernel ends the others.
+another engine process as after any death; where the first one ends, the kernel ends the others of this host, and those
+of other hosts end with their connections.
 """
 
 from __future__ import annotations
@@ -11,39 +13,25 @@ import logging
 import os
 import select
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from engine.errors import EngineFailed, InvalidModel, Unsupported
+from engine.errors import EngineFailed
 from engine.loading.progress import Progress
 from engine.model.split import Part
 from engine.settings import EngineSettings
-from engine.worker.group import (
-    Gloo,
-    Join,
-    Meet,
-    Order,
-    PingRank,
-    RankLink,
-    RankLoaded,
-    RankReady,
-    RankRefused,
-    Reply,
-)
+from engine.worker.group import LOOPBACK, Gloo
+from engine.worker.meeting import Keys, LinkedStore, file_store
+from engine.worker.messages import AskKey, KeyIs, Meet, Order, PingRank, PutKey
+from engine.worker.other_rank import AnotherRank, RankElsewhere, RankHere, awaited
 
 _log = logging.getLogger(__name__)
 _LOOKS: Final = 16  # at the others in a hang timeout; one is found hung in the last of them
-_LOOK: Final = 0.5  # seconds between two while they load
-_REAPED: Final = 0.2  # seconds, for one whose end of the socket is closed
-_GRACE: Final = 2.0  # seconds, for one that is asked to go
 
 
 class Ranks:
@@ -57,21 +45,28 @@ class Ranks:
         lost: Callable[[int], None] | None = None,
         *,
         on_gpus: bool = False,
+        progress: Progress = lambda *_: None,
     ) -> None:
-        """`on_gpus`: each rank has the GPU of its number. `lost`: is called once where the group cannot go on, with the
-        signal that ended a rank, or 0; None: this process ends at once, in the same way."""
+        """`on_gpus`: each rank has the GPU of its number on its host. `lost`: is called once where the group cannot go
+        on, with the signal that ended a rank, or 0; None: this process ends at once, in the same way. Awaits ranks of
+        other hosts. Raises Unsupported where it cannot."""
         self.part = Part(0, ranks, splits_vocabulary=not on_gpus)
+        self.here = ranks - settings.ranks_elsewhere
         self._folder: Path | None = None
+        self._keys = Keys()
+        self._store: LinkedStore | None = None  # None: a file
         self._timeout = settings.hang_timeout
         self._ended = _exit if lost is None else lost
         self._closing = threading.Event()
         self._losing = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
-        self._locks = [threading.Lock() for _ in range(1, ranks)]
-        self._others: list[_Other] = []
+        self._others: list[AnotherRank] = []
         try:
-            for rank in range(1, ranks):
-                self._others.append(_Other(settings, rank, ranks, on_gpus))
+            for rank in range(1, self.here):
+                self._others.append(RankHere(settings, rank, ranks, self.here, on_gpus))
+            if settings.ranks_elsewhere:
+                waiting = partial(progress, "ranks", 0, settings.ranks_elsewhere)
+                self._others.extend(awaited(settings, range(self.here, ranks), ranks, on_gpus, waiting))
         except BaseException:
             self.close()
             raise
@@ -83,35 +78,47 @@ class Ranks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Returns the processes of ranks 1 and up."""
-        return tuple(one.process.pid for one in self._others)
+        """Returns the other processes of this host."""
+        return tuple(one.process.pid for one in self._others if isinstance(one, RankHere))
 
     def meet(self, progress: Progress) -> Gloo:
         """Waits until the others have loaded, and connects all. Raises InvalidModel, Unsupported or EngineFailed."""
         for at, one in enumerate(self._others):
             progress("ranks", at, len(self._others))
             one.wait_loaded(partial(progress, "ranks", at, len(self._others)))
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
         try:
-            self.send(Meet(str(folder)))
-            exchange = Gloo(self.part, folder, self._timeout)
+            exchange = self._connected()
         except RuntimeError as error:
             raise EngineFailed(f"the ranks could not meet: {error}") from error
-        self._watcher.start()
+        if not self._watcher.is_alive():
+            self._watcher.start()
         return exchange
+
+    def _connected(self) -> Gloo:
+        far = next((one for one in self._others if isinstance(one, RankElsewhere)), None)
+        if far is None:
+            folder = self._folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
+            self.send(Meet(str(folder), LOOPBACK))
+            return Gloo(self.part, file_store(folder, self.part.ranks), self._timeout)
+        self._store = LinkedStore(self._keys, self._timeout)
+        self._watcher.start()  # hears what the others ask
+        self.send(Meet(None, far.link.address))
+        return Gloo(self.part, self._store, self._timeout, far.link.address)
 
     def met(self) -> None:
         """All ranks are connected."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._store is not None:
+            self._store.close()
 
     def send(self, order: Order) -> None:
         """Sends an order to every other rank."""
         try:
-            for one, lock in zip(self._others, self._locks, strict=True):
-                with lock:
-                    one.link.send(order)
+            for one in self._others:
+                one.link.send(order)
         except OSError as error:
+            one.gone = True
             self.lost(f"rank {one.rank} cannot be reached: {error}")
             raise EngineFailed("a rank is gone") from error
 
@@ -151,111 +158,31 @@ class Ranks:
                     if one.link.fileno() in came:
                         silent[at] = 0
                         self._hear(one)
+                        while one.link.buffered:
+                            self._hear(one)
             silent = [looks + 1 if one.idle() else 0 for looks, one in zip(silent, self._others, strict=True)]
             for at, looks in enumerate(silent):
                 if looks >= _LOOKS:
                     self.lost(f"rank {self._others[at].rank} gave no sign of life for {self._timeout:g} s")
 
     def _ping(self) -> None:
-        for one, lock in zip(self._others, self._locks, strict=True):
-            if lock.acquire(blocking=False):  # else a message is on its way anyhow
-                with contextlib.suppress(OSError):
-                    one.link.send_if_room(PingRank())
-                lock.release()
+        for one in self._others:
+            with contextlib.suppress(OSError):
+                one.link.send_if_room(PingRank())
 
-    def _hear(self, one: _Other) -> None:
+    def _hear(self, one: AnotherRank) -> None:
         try:
-            if isinstance(one.link.receive(), RankReady):
-                one.ready = True
+            reply = one.link.receive()
+            one.heard(reply)
+            match reply:
+                case PutKey(key=key, value=value):
+                    self._keys.put(key, value)
+                case AskKey(key=key):
+                    self._keys.tell(key, lambda value: one.link.send(KeyIs(value)))
         except (EOFError, OSError):
+            one.gone = True
             if not self._closing.is_set():
                 self.lost(f"rank {one.rank} has ended{one.how()}")
-
-
-class _Other:
-    """The process of one rank."""
-
-    def __init__(self, settings: EngineSettings, rank: int, ranks: int, on_gpus: bool) -> None:
-        ours, theirs = socket.socketpair()
-        self.rank = rank
-        self.ready = False
-        self._worked: str | None = None
-        self.link = RankLink(ours, Reply)
-        with theirs:
-            self.process = _launch(theirs.fileno())
-        self.link.send(Join(settings, rank, ranks, on_gpus))
-
-    def idle(self) -> bool:
-        """Returns whether the rank should have answered: it obeys orders, or computed nothing since it was last
-        looked at."""
-        before, self._worked = self._worked, _processor_time(self.process.pid)
-        return self.ready or before == self._worked
-
-    def wait_loaded(self, working: Callable[[], None]) -> None:
-        """Waits for the rank to load; calls `working` while it computes."""
-        poll = select.poll()
-        poll.register(self.link, select.POLLIN)
-        worked: str | None = None
-        while not poll.poll(round(_LOOK * 1000)):
-            if (now := _processor_time(self.process.pid)) != worked:
-                worked = now
-                working()
-        try:
-            reply = self.link.receive()
-        except (EOFError, OSError):
-            raise EngineFailed(f"rank {self.rank} ended while it loaded{self.how()}") from None
-        match reply:
-            case RankLoaded():
-                return
-            case RankRefused(kind="unsupported", message=message):
-                raise Unsupported(message)
-            case RankRefused(message=message):
-                raise InvalidModel(message)
-        raise EngineFailed(f"rank {self.rank} said what it must not before it has loaded")
-
-    def how(self) -> str:
-        """Returns how the process ended, in brackets, where that is known by now."""
-        try:
-            code = self.process.wait(_REAPED)
-        except subprocess.TimeoutExpired:
-            return ""
-        return f" (signal {-code})" if code < 0 else f" (exit code {code})"
-
-    def killed_by(self) -> int:
-        """Returns the signal that ended the process; 0 where none did."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return max(0, -self.process.wait(_REAPED))
-        return 0
-
-    def end(self) -> None:
-        """Waits for the process, whose stream has ended, and kills one that stays."""
-        try:
-            self.process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.link.close()
-
-
-def _launch(fd: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [*_interpreter(), "engine.worker.rank", "--fd", str(fd), "--parent", str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        pass_fds=[fd],
-    )
-
-
-def _interpreter() -> Sequence[str]:
-    return sys.executable, "-P", "-m"
-
-
-def _processor_time(pid: int) -> str | None:
-    """Returns what a process has computed, to be compared; None where the system does not report it."""
-    try:
-        return " ".join(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])
-    except OSError:
-        return None
 
 
 def _exit(number: int) -> None:

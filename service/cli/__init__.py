@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # subcommand → module with `run(argv) -> exit code`, and its line in --help
 COMMANDS = {
     "serve": ("service.cli.serve", "serve a model over gRPC"),
+    "rank": ("service.cli.rank", "compute a part of a model that a server on another host serves"),
     "generate": ("service.cli.generate", "ask a server, once or in a conversation, and stream its answers"),
     "doctor": ("service.cli.doctor", "what this machine has, and how a model would be served on it"),
     "top": ("service.cli.top", "what a running server does, live on the terminal"),

@@ -233,6 +233,16 @@ class Settings(ModelOptions, ServedOptions):
             raise ValueError("model-digest needs a model")
         if self.model is None and self.chat_template is not None:
             raise ValueError("chat-template needs a model")
+        if self.engine.ranks_elsewhere:
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        elsewhere = self.engine.ranks_elsewhere
+        if self.tensor_parallel == "auto" or self.tensor_parallel <= elsewhere:
+            raise ValueError("engine.ranks-elsewhere must be less than tensor-parallel, which is a number then")
+        if self.engine.ranks_listen is None or self.engine.ranks_secret_file is None:
+            raise ValueError("engine.ranks-elsewhere needs engine.ranks-listen and engine.ranks-secret-file")
+        _address(self.engine.ranks_listen)
 
     @property
     def served_name(self) -> str:

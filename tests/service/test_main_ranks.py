@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from service.pb.whippet.v1 import generation_pb2 as pb
+from tests.engine.worker.test_ranks_elsewhere import OtherHost, children
 from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream
 
 pytestmark = pytest.mark.product
@@ -134,6 +135,24 @@ def test_a_rank_that_hangs_ends_its_group_and_a_stop_ends_all(serve: Serve) -> N
         strike(server, signal.SIGSTOP)
         held = (*server.engine_pids(), *rank_pids(server))
         assert server.stop() == 0
+        wait_for(partial(ended, *held))
+
+
+@pytest.mark.proof
+def test_a_rank_of_another_host_that_dies_ends_its_group_and_joins_the_next(serve: Serve, tmp_path: Path) -> None:
+    host = OtherHost(tmp_path)
+    elsewhere = ("--engine.ranks-elsewhere=1", f"--engine.ranks-listen=127.0.0.1:{host.port}")
+    with host.started() as process:
+        with serve(*SPLIT, *elsewhere, f"--engine.ranks-secret-file={host.folder / 'secret'}") as server:
+            expected, engine, (rank,) = served(server), server.engine_pid(), children(process.pid)
+            streams = Streams(server)
+            os.kill(rank, signal.SIGKILL)
+            assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
+            wait_for(partial(ended, engine, rank))
+            assert served(server) == expected
+            held = children(process.pid)
+            assert len(held) == 1
+            assert server.stop() == 0
         wait_for(partial(ended, *held))
 
 

@@ -16,7 +16,7 @@ from engine.execution.runner import ModelRunner
 from engine.model.split import Part
 from engine.settings import EngineSettings
 from engine.worker.build import make_runner, prepare
-from engine.worker.group import Order
+from engine.worker.messages import Order
 from engine.worker.mirror import Follower
 from tests.engine.quantized import nothing, settings
 
@@ -59,6 +59,7 @@ class Threads:
 
     def __init__(self, chosen: EngineSettings, ranks: int) -> None:
         self.part = Part(0, ranks)
+        self.here = ranks
         self.others = self
         self.failures: list[BaseException] = []
         self._meeting = Meeting(ranks)
@@ -107,6 +108,7 @@ class _Other:
 
     def __init__(self, part: Part, meeting: Meeting) -> None:
         self.part = part
+        self.here = part.ranks
         self._meeting = meeting
 
     def meet(self, progress: Callable[[str, int, int], None]) -> ThreadExchange:

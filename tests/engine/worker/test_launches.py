@@ -21,8 +21,8 @@ from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Admitted, Row, RowResult, Share, StepPlan, StepResult
 from engine.scheduling.sequence_state import SequenceTable
 from engine.settings import PAGE_SIZE
-from engine.worker.group import BeginStep, Mirrored, Order
 from engine.worker.launches import FollowedSteps, LedSteps, Update, tokens_of
+from engine.worker.messages import BeginStep, Mirrored, Order
 from tests.engine.execution.slow_device import Life, SlowDevice, SlowRunner
 from tests.properties import example_count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -13,10 +14,12 @@ from unittest.mock import patch
 
 import pytest
 
+from bench.redis_server import free_port
 from engine.api import EngineLoad, EngineState, ModelInfo
 from engine.client import EngineClient
 from engine.errors import EngineError, Unsupported
 from engine.fake import plain_request
+from engine.ipc.joining import JoinRefused, code_digest, join
 from engine.settings import EngineSettings
 from service.config.settings import Settings
 from tests.service.config.proofs import FAKE, Proof, Tools, becomes
@@ -30,6 +33,13 @@ MODEL = (
     "--scheduler.kv-bytes=16777216",
 )
 REDIS = (*FAKE, "--cache.redis-url={redis}", "--cache.key-file={keys}", "--cache.prefix.chunk-bytes=4096")
+RANKS_PORTS = (free_port(), free_port())
+RANKS = (
+    *MODEL,
+    "--tensor-parallel=2",
+    f"--engine.ranks-listen=127.0.0.1:{RANKS_PORTS[0]}",
+    "--engine.ranks-secret-file={folder}/secret",
+)
 PROMPT = tuple(range(33, 97))  # four pages
 
 
@@ -205,6 +215,30 @@ async def seconds_alive(settings: Settings, tools: Tools) -> float:
         await client.close()
 
 
+async def joins(settings: Settings, tools: Tools) -> str:
+    """What a rank of another host finds that knows the secret `x…` and tries each port until the engine is ready."""
+    for name, secret in (("secret", "x" * 32), ("other", "y" * 32)):
+        (tools.folder / name).write_text(secret)
+    client = EngineClient(settings.engine_settings())
+    started = asyncio.create_task(client.start())
+    try:
+        while not started.done():
+            for name, port in zip("ab", RANKS_PORTS, strict=True):
+                with contextlib.suppress(ConnectionRefusedError):
+                    try:
+                        given = await asyncio.to_thread(join, f"127.0.0.1:{port}", b"x" * 32, code_digest())
+                    except JoinRefused:
+                        return f"refused at {name}"
+                    given.close()
+                    return f"taken at {name}"
+            await asyncio.sleep(0.01)
+        return "nobody listens"
+    finally:
+        started.cancel()
+        client.kill()
+        await client.close()
+
+
 async def looks_in_redis(settings: Settings, tools: Tools) -> bool:
     """Whether a prompt that the device lacks is looked for beyond it."""
     counts = (await process(settings, (PROMPT * 16,), 2))[2].tier.counts
@@ -219,6 +253,16 @@ PROOFS = {
     ),
     "engine.give-up": Proof(
         "0.2", seconds_alive, lambda before, after: before > after, (*FAKE, "--engine.give-up=2.5")
+    ),
+    "engine.ranks-elsewhere": Proof("1", joins, becomes("nobody listens", "taken at a"), RANKS),
+    "engine.ranks-listen": Proof(
+        f"127.0.0.1:{RANKS_PORTS[1]}",
+        joins,
+        becomes("taken at a", "taken at b"),
+        (*RANKS, "--engine.ranks-elsewhere=1"),
+    ),
+    "engine.ranks-secret-file": Proof(
+        "{folder}/other", joins, becomes("taken at a", "refused at a"), (*RANKS, "--engine.ranks-elsewhere=1")
     ),
     "engine.record-steps": Proof("on", recorded, becomes(0, 1), ("--engine=fake", "--fake.faults=on")),
     "device": Proof("cuda", model("device"), lambda _, after: "cuda" in after, MODEL),

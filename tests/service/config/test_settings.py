@@ -133,6 +133,26 @@ def test_switches_read_as_people_write_them(text: str, value: bool) -> None:
     assert load(FAKE, {"WHIPPET_OPTIMIZATIONS__BATCHING": text}).optimizations.batching is value
 
 
+@pytest.mark.parametrize(
+    ("lacking", "words"),
+    [
+        ("--tensor-parallel=4", "less than tensor-parallel"),
+        ("--engine.ranks-listen=0.0.0.0:1", "needs engine.ranks-listen"),
+        ("--engine.ranks-secret-file=a", "and engine.ranks-secret-file"),
+    ],
+)
+def test_ranks_elsewhere_need_to_know_where_and_what_to_prove(lacking: str, words: str) -> None:
+    flags = ["--tensor-parallel=4", "--engine.ranks-listen=0.0.0.0:1", "--engine.ranks-secret-file=a"]
+    given = ["--model=x", "--engine.ranks-elsewhere=3"]
+    assert load([*given, *flags], {}).engine.ranks_elsewhere == 3
+    with pytest.raises(BadSettings, match=words):
+        load([*given, *(flag for flag in flags if flag != lacking)], {})
+    with pytest.raises(BadSettings, match="HOST:PORT"):
+        load([*given, *flags, "--engine.ranks-listen=nowhere"], {})
+    with pytest.raises(BadSettings, match="less than tensor-parallel"):
+        load([*given, *flags, "--tensor-parallel=3"], {})
+
+
 def test_settings_cannot_be_written_to() -> None:
     settings = load(FAKE, {})
     with pytest.raises(FrozenInstanceError):
@@ -149,6 +169,9 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
         "kind": "--engine=model",
         "hang_timeout": "--engine.hang-timeout=9",
         "give_up": "--engine.give-up=9",
+        "ranks_elsewhere": "--engine.ranks-elsewhere=1",
+        "ranks_listen": "--engine.ranks-listen=0.0.0.0:2",
+        "ranks_secret_file": "--engine.ranks-secret-file=b",
         "record_steps": "--engine.record-steps=on",
         "log_level": "--log-level=debug",
         "log_format": "--log.format=json",
@@ -179,6 +202,7 @@ def test_every_setting_of_the_engine_comes_from_the_tree(tmp_path: Path) -> None
     }
     assert set(flags) == set(EngineSettings.__dataclass_fields__)
     given = ["--model=x", "--engine=fake", "--cache.redis-url=redis://localhost", f"--cache.key-file={tmp_path}/keys"]
+    given += ["--tensor-parallel=4", "--engine.ranks-listen=0.0.0.0:1", "--engine.ranks-secret-file=a"]
     base = load(given, {}).engine_settings()
     for name, flag in flags.items():
         changed = load([*given, flag], {}).engine_settings()
