@@ -8,7 +8,6 @@ folder, or made ahead, neither onnx nor torch nor a compiler is needed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -18,8 +17,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,27 +145,23 @@ def make_embedder(source: Path, target: Path, *, anywhere: bool = False, work: P
         return final
     log.info("cache: exporting the embedder, once")
     target.mkdir(parents=True, exist_ok=True)
-    with _folder(target, work) as under_way:
+    under_way = work or new_work(target)
+    try:
+        under_way.mkdir(mode=0o700)
         made = _export(source, under_way, digest, anywhere)
         try:
             made.rename(final)
         except OSError:
             if not (final / MANIFEST).is_file():  # else another process was first
                 raise ExportFailed(f"cannot write {final}") from None
+    finally:
+        shutil.rmtree(under_way, ignore_errors=True)
     return final
 
 
-@contextlib.contextmanager
-def _folder(target: Path, named: Path | None) -> Iterator[Path]:
-    if named is None:
-        with tempfile.TemporaryDirectory(dir=target, prefix=UNDER_WAY) as made:
-            yield Path(made)
-        return
-    try:
-        named.mkdir()
-        yield named
-    finally:
-        shutil.rmtree(named, ignore_errors=True)
+def new_work(target: Path) -> Path:
+    """Names a folder of `target` for files under way, which does not exist yet."""
+    return target / f"{UNDER_WAY}{uuid.uuid4().hex}"
 
 
 def _export(folder: Path, work: Path, digest: str, anywhere: bool) -> Path:

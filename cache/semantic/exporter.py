@@ -11,11 +11,10 @@ import signal
 import subprocess
 import threading
 import time
-import uuid
 from pathlib import Path
 
 from cache.semantic.apart import command, environment
-from cache.semantic.export import PATIENCE, SAYS, UNDER_WAY, ExportFailed, cache_folder, default_source, found
+from cache.semantic.export import PATIENCE, SAYS, ExportFailed, cache_folder, default_source, found, new_work
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Exporter:
         folder = source or default_source()
         if (made := found(folder)) is None:
             log.info("cache: exporting the embedder, once")
-            self._export(folder, cache_folder() / f"{UNDER_WAY}{uuid.uuid4().hex}")
+            self._export(folder, new_work(cache_folder()))
             made = found(folder)
         if made is None:
             raise ExportFailed("the exported embedder is not where it was put")
@@ -88,7 +87,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _remove(work: Path) -> None:
-    """A process that was killed leaves its folder, and one that it started may still finish a system call there."""
+    """Removes the folder that a killed process leaves, in which one that it started may still finish a system call."""
     for _ in range(_REMOVALS):
         shutil.rmtree(work, ignore_errors=True)
         if not work.exists():

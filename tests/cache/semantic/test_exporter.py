@@ -77,8 +77,7 @@ subprocess.run([sys.executable, "-c", write, str(work)])
 
 def test_one_that_ignores_signals_leaves_nothing_behind(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a process that it started, which writes until the end."""
-    started = lambda *given: [sys.executable, "-c", _STUBBORN, given[-1]]  # noqa: E731
-    monkeypatch.setattr("cache.semantic.exporter.command", started)
+    monkeypatch.setattr("cache.semantic.exporter.command", lambda *given: [sys.executable, "-c", _STUBBORN, given[-1]])
     exporter = Exporter()
     with ThreadPoolExecutor(1) as pool:
         export = pool.submit(exporter.exported)
