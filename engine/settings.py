@@ -50,12 +50,14 @@ class EngineOptions:
         le=86_400,
     )
     ranks_elsewhere: int = setting(
-        0, "of the processes of tensor-parallel, those that other hosts start by `whippet rank`", ge=0, le=63
+        0, "how many of the processes of tensor-parallel other hosts start, by `whippet rank`", ge=0, le=63
     )
     ranks_listen: str | None = setting(
-        None, "where they are awaited, HOST:PORT of a private network; needed with ranks-elsewhere"
+        None, "where ranks of other hosts are awaited, HOST:PORT of a private network; needed with ranks-elsewhere"
     )
-    ranks_secret_file: str | None = setting(None, "what they prove to know; needed with ranks-elsewhere")
+    ranks_secret_file: str | None = setting(
+        None, "file with the secret that ranks of other hosts prove to know; needed with ranks-elsewhere"
+    )
     record_steps: bool = setting(
         False, "keep the last steps and write them to a file on a fault; they hold prompts' token ids"
     )

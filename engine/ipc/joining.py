@@ -38,7 +38,10 @@ def read_secret(path: Path) -> bytes:
 
 
 def split_address(address: str) -> tuple[str, int]:
+    """Raises ValueError for what is not HOST:PORT."""
     host, _, port = address.rpartition(":")
+    if not host:
+        raise ValueError(address)
     return host.strip("[]"), int(port)
 
 

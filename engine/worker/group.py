@@ -26,7 +26,7 @@ _ON_ONE_HOST: Final = {"NCCL_SOCKET_IFNAME": "lo"}  # no open port
 class Gloo:
     """A `RankExchange` between the memories of hosts."""
 
-    def __init__(self, part: Part, store: Any, timeout: float, address: str = LOOPBACK) -> None:
+    def __init__(self, part: Part, store: Any, timeout: float, address: str) -> None:
         """Waits for the other ranks. `store`: where they find each other; `timeout`: seconds that any rank may lag;
         `address`: by which they reach this one."""
         self._part = part

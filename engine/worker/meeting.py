@@ -12,18 +12,18 @@ from typing import Any, Final, Protocol
 from torch import distributed
 
 from engine.errors import EngineFailed
-from engine.worker.messages import AskKey, KeyIs, PingRank, PongRank, PutKey, RankLink
+from engine.worker.messages import AskKey, KeyIs, PutKey, RankLink
 
 _torch_distributed: Any = distributed  # whose types name little of it
 
 
 def file_store(folder: Path, ranks: int) -> Any:
-    """`folder`: private to the group."""
+    """Returns a store in a file of `folder`, which is private to the group."""
     return _torch_distributed.FileStore(str(folder / "meeting"), ranks)
 
 
 class Keys:
-    """What all ranks have left, with the first one."""
+    """Holds, in the first rank, what all ranks have left."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -75,10 +75,9 @@ class AskedKeys:
         """Raises EOFError where the first rank has gone, which keeps an eye on the time."""
         with self._one:
             self._link.send(AskKey(key))
-            while not isinstance(answer := self._link.receive(), KeyIs):
-                assert isinstance(answer, PingRank)
-                self._link.send(PongRank())
-            return answer.value
+            answer = self._link.next_order()
+        assert isinstance(answer, KeyIs)
+        return answer.value
 
 
 class LinkedStore(_torch_distributed.Store):  # type: ignore[misc]

@@ -256,9 +256,15 @@ class RankLink:
             self._came += self._reader.feed(data)
         return self._came.pop(0)
 
+    def next_order(self) -> _Message:
+        """Waits for a message of the first rank, and answers its pings meanwhile. EOFError where it has gone."""
+        while isinstance(order := self.receive(), PingRank):
+            self.send(PongRank())
+        return order
+
     def send_if_room(self, message: msgspec.Struct) -> None:
-        """Sends a short message without waiting; none where another is on its way. OSError where there is no room, or
-        the other process has gone."""
+        """Sends a short message, unless another is on its way. Does not wait, but where half of it went. OSError where
+        there is no room, or the other process has gone."""
         if self._sending.acquire(blocking=False):
             try:
                 data = encode(message)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,8 @@ _GRACE: Final = 2.0  # seconds, for one that is asked to go
 
 
 class AnotherRank(ABC):
+    """What the first rank does with every other one."""
+
     def __init__(self, rank: int, link: RankLink) -> None:
         self.rank = rank
         self.link = link
@@ -173,7 +175,7 @@ class RankElsewhere(AnotherRank):
         return True
 
     def how(self) -> str:
-        return ", on another host"
+        return " (on another host)"
 
     def killed_by(self) -> int:
         """Returns SIGKILL for one that is gone and did not report a failure: it was ended from outside."""
@@ -186,8 +188,8 @@ class RankElsewhere(AnotherRank):
 def awaited(
     settings: EngineSettings, numbers: Iterable[int], ranks: int, on_gpus: bool, waiting: Callable[[], None]
 ) -> Iterator[RankElsewhere]:
-    """Listens until ranks with these numbers have come from other hosts; calls `waiting` meanwhile. Raises Unsupported
-    where it cannot listen."""
+    """Listens until a rank of another host has come for each of `numbers`, and yields it. Calls `waiting` about every
+    second. Raises Unsupported where it cannot listen."""
     assert settings.ranks_listen is not None
     assert settings.ranks_secret_file is not None
     try:
@@ -214,12 +216,11 @@ def _next(door: Door, waiting: Callable[[], None]) -> socket.socket:
 def _launch(fd: int, gpu: int, here: int) -> subprocess.Popen[bytes]:
     given = ["--fd", str(fd), "--parent", str(os.getpid()), "--gpu", str(gpu), "--here", str(here)]
     return subprocess.Popen(
-        [*_interpreter(), "engine.worker.rank", *given], stdin=subprocess.DEVNULL, stdout=2, pass_fds=[fd]
+        [sys.executable, "-P", "-m", "engine.worker.rank", *given],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=[fd],
     )
-
-
-def _interpreter() -> Sequence[str]:
-    return sys.executable, "-P", "-m"
 
 
 def _processor_time(pid: int) -> str | None:

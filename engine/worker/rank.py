@@ -34,8 +34,6 @@ from engine.worker.messages import (
     Join,
     Meet,
     Order,
-    PingRank,
-    PongRank,
     RankFailed,
     RankLink,
     RankLoaded,
@@ -125,14 +123,14 @@ class Member:
     def meet(self, progress: Progress) -> RankExchange:
         """Reports that this rank has loaded, and connects to the others once all have."""
         self._link.send(RankLoaded())
-        while isinstance(meet := self._link.receive(), PingRank):
-            self._link.send(PongRank())
+        meet = self._link.next_order()
         assert isinstance(meet, Meet)
         timeout = self._given.settings.hang_timeout
         if meet.folder is not None:
-            return Gloo(self.part, file_store(Path(meet.folder), self.part.ranks), timeout)
-        self._store = LinkedStore(AskedKeys(self._link), timeout)
-        return Gloo(self.part, self._store, timeout, self._link.address or meet.address)
+            store = file_store(Path(meet.folder), self.part.ranks)
+        else:
+            store = self._store = LinkedStore(AskedKeys(self._link), timeout)
+        return Gloo(self.part, store, timeout, self._link.address or meet.address)
 
     def met(self) -> None:
         """The first rank removes the folder where they met."""
@@ -158,15 +156,11 @@ class Member:
         self._link.send(RankReady())
         with torch.inference_mode():
             while True:
-                order = self._next()
-                if isinstance(order, PingRank):
-                    self._link.send(PongRank())
-                else:
-                    follower.obey(order)
+                follower.obey(self._next())
 
     def _next(self) -> Any:
         try:
-            return self._link.receive()
+            return self._link.next_order()
         except (EOFError, ConnectionError):
             logging.shutdown()
             os._exit(0)

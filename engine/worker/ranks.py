@@ -99,7 +99,7 @@ class Ranks:
         if far is None:
             folder = self._folder = Path(tempfile.mkdtemp(prefix="whippet-ranks-"))  # for the owner alone
             self.send(Meet(str(folder), LOOPBACK))
-            return Gloo(self.part, file_store(folder, self.part.ranks), self._timeout)
+            return Gloo(self.part, file_store(folder, self.part.ranks), self._timeout, LOOPBACK)
         self._store = LinkedStore(self._keys, self._timeout)
         self._watcher.start()  # hears what the others ask
         self.send(Meet(None, far.link.address))
@@ -178,11 +178,17 @@ class Ranks:
                 case PutKey(key=key, value=value):
                     self._keys.put(key, value)
                 case AskKey(key=key):
-                    self._keys.tell(key, lambda value: one.link.send(KeyIs(value)))
+                    self._keys.tell(key, partial(_answer, one))
         except (EOFError, OSError):
             one.gone = True
             if not self._closing.is_set():
                 self.lost(f"rank {one.rank} has ended{one.how()}")
+
+
+def _answer(one: AnotherRank, value: bytes) -> None:
+    """Sends a value to a rank, which may have gone: its closed connection is found by itself."""
+    with contextlib.suppress(OSError):
+        one.link.send(KeyIs(value))
 
 
 def _exit(number: int) -> None:

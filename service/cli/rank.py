@@ -28,6 +28,7 @@ _BETWEEN = 1.0  # seconds between two attempts to connect
 _AFTER_REFUSAL = 10.0  # seconds, where the other side or this one does not fit
 _LOOK = 0.2  # seconds between two looks at a rank and its connection
 _GRACE = 5.0  # seconds that a rank has to end
+_REFUSED = 2  # exit code of a rank that will never be able to load the model
 
 
 def run(argv: Sequence[str]) -> int:
@@ -112,7 +113,7 @@ class RanksOfHost:
         with self._lock:
             del self._processes[at]
         _log.info("rank process %d has ended (%s)", process.pid, f"signal {-code}" if code < 0 else f"exit code {code}")
-        return code == 2
+        return code == _REFUSED
 
     def _end_all(self) -> None:
         with self._lock:
@@ -137,6 +138,12 @@ def _ended(process: subprocess.Popen[bytes], sock: socket.socket) -> int:
     return process.wait()
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError("write a number from 1 on")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="whippet rank",
@@ -148,6 +155,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--leader", required=True, metavar="HOST:PORT", help="what the server's ranks-listen is here")
     parser.add_argument("--secret-file", required=True, type=Path, metavar="FILE", help="the same as the server's")
     parser.add_argument(
-        "--ranks", type=int, default=1, metavar="N", help="processes, each with a GPU; default: %(default)s"
+        "--ranks", type=_count, default=1, metavar="N", help="processes, each with a GPU; default: %(default)s"
     )
     return parser

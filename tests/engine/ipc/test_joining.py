@@ -12,6 +12,7 @@ import pytest
 
 from engine.ipc import joining
 from engine.ipc.joining import Door, JoinRefused, code_digest, join, keep_alive, read_secret
+from service.cli import rank
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 CODE = bytes(32)
@@ -126,6 +127,16 @@ def test_a_first_rank_that_does_not_listen_yet_is_no_refusal(door: Door) -> None
     door.close()
     with pytest.raises(OSError, match="refused"):
         join(at(door), SECRET, CODE)
+
+
+@pytest.mark.parametrize("flags", [["--leader=:5"], ["--leader=host"], ["--leader=h:5", "--ranks=0"]])
+def test_flags_that_make_no_sense_are_refused(
+    tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text("x" * 32)
+    with contextlib.suppress(SystemExit):
+        assert rank.run([*flags, f"--secret-file={tmp_path / 'secret'}"]) == 2
+    assert "write " in capsys.readouterr().err
 
 
 def test_a_short_secret_is_none(tmp_path: Path) -> None:
