@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from msgspec.structs import replace
@@ -22,7 +19,6 @@ from engine.execution.step_state import Parts
 from engine.fake import plain_request
 from engine.kernels.build import BuildError, GpuKernels, default_cache, open_library
 from engine.kernels.context import keep_little
-from engine.kernels.peers import NoPeers
 from engine.kv.kv_cache import KvCache, stored_as
 from engine.kv.sizing import Room, make_room
 from engine.linear import DenseLinear, Placement
@@ -34,15 +30,13 @@ from engine.loading.formats import FolderFormat, read_folder
 from engine.loading.load import LoadedWeights, Loading, load
 from engine.loading.progress import Progress
 from engine.model.layers import few_rows_weights
-from engine.model.layers.parallel import RankExchange
 from engine.model.rope import rope_tables
-from engine.model.split import WHOLE, Part, why_not_split
+from engine.model.split import WHOLE
 from engine.model.transformer import Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.scheduling.plan import Admitted, Released, Row, StepPlan
 from engine.settings import CPU_BATCH_TOKENS, PAGE_SIZE, EngineSettings
 from engine.worker.draft import Drafting, read_draft
-from engine.worker.group import Gloo, Nccl, PeerSums
 from engine.worker.hardware import (
     CpuFeatures,
     batch_tokens,
@@ -52,24 +46,17 @@ from engine.worker.hardware import (
     operations_per_second,
     pick_device,
     pick_dtype,
-    pick_ranks,
     pick_threads,
     pick_walkers,
-    through_nccl,
-    why_no_peers,
     with_pages,
 )
-from engine.worker.mirror import FirstRank, Others, Split
+from engine.worker.mirror import FirstRank, Split
 from engine.worker.offers import SWITCHES, proposers_of, unused
-from engine.worker.peer_memory import open_sums
-from engine.worker.ranks import Ranks
-from engine.worker.required_kernels import KernelQuery, most_tokens, required_kernels
+from engine.worker.required_kernels import KernelQuery, required_kernels
+from engine.worker.splitting import Membership, connect_ranks, start_ranks, weight_bytes
 from quant.checkpoint.config import ModelConfig
-from quant.checkpoint.digest import of_texts
-from quant.checkpoint.tensors import dense_tensors
 
 _log = logging.getLogger(__name__)
-PAYS_FROM = 3 << 30  # bytes of weights for each further GPU. An estimate: fewer than 3.9 GB were not measured
 TOO_LARGE = ("allocate memory", "size calculation overflowed")  # what torch says where a CPU has too little
 
 
@@ -82,27 +69,6 @@ class PreparedModel:
     config: ModelConfig  # of the whole model, of which the parts may be one rank's
     weights_bytes: int  # of all ranks
     split: Split | None = None
-
-
-class Membership(Protocol):
-    """A rank's place in the group of a split model."""
-
-    @property
-    def part(self) -> Part: ...
-
-    @property
-    def here(self) -> int:
-        """Returns how many ranks are on this host."""
-
-    @property
-    def others(self) -> Others | None:
-        """Returns the other ranks, for the first one."""
-
-    def meet(self, progress: Progress) -> RankExchange:
-        """Waits until all ranks have loaded, and connects them."""
-
-    def met(self) -> None:
-        """Is called once nothing more is to be connected."""
 
 
 def build(settings: EngineSettings, progress: Progress, constraints: Constraints | None = None) -> ModelRunner:
@@ -154,50 +120,13 @@ def prepare(
     other ranks started here."""
     if member is not None:
         return _prepare(settings, progress, constraints, member)
-    ranks = _started(settings, progress)
+    ranks = start_ranks(settings, progress)
     try:
         return _prepare(settings, progress, constraints, ranks)
     except BaseException:
         if ranks is not None:
             ranks.close()
         raise
-
-
-def _started(settings: EngineSettings, progress: Progress) -> Ranks | None:
-    """Starts the other ranks of a model that is to be split, and awaits those of other hosts. Raises InvalidModel or
-    Unsupported before any is."""
-    device = pick_device(settings.device)
-    if settings.tensor_parallel == 1 or (settings.tensor_parallel == "auto" and device.type == "cpu"):
-        return None
-    config, form = read_folder(Path(settings.model), settings.quantization)
-    form = form.on(device.type)
-    useful = partial(pays, settings, config, form)
-    ranks = pick_ranks(settings.tensor_parallel, device, useful, elsewhere=settings.ranks_elsewhere)
-    if ranks == 1:
-        return None
-    if settings.draft_model is not None and device.type == "cuda":
-        raise Unsupported(f"tensor-parallel {ranks}: a draft model is for one GPU; leave out draft-model, or use 1")
-    require_split(settings.model, config, form, ranks)
-    return Ranks(settings, ranks, on_gpus=device.type == "cuda", progress=progress)
-
-
-def pays(settings: EngineSettings, config: ModelConfig, form: FolderFormat, ranks: int) -> bool:
-    """Returns whether a model should be split over `ranks` GPUs, where `auto` decides."""
-    if settings.draft_model is not None or why_not_split(config, form.in_memory, ranks) is not None:
-        return False
-    return why_no_peers(ranks) is None and weight_bytes(config, form) >= PAYS_FROM * (ranks - 1)
-
-
-def weight_bytes(config: ModelConfig, form: FolderFormat, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Returns about how many bytes the weights take."""
-    item = 0.5 if form.in_memory is not None else dtype.itemsize  # bytes a weight, or somewhat more
-    return int(item * sum(math.prod(shape) for shape in dense_tensors(config).values()))
-
-
-def require_split(model: str, config: ModelConfig, form: FolderFormat, ranks: int) -> None:
-    """Raises Unsupported for a model that cannot be split over `ranks` ranks."""
-    if (reason := why_not_split(config, form.in_memory, ranks)) is not None:
-        raise Unsupported(f"tensor-parallel {ranks}: {model} cannot be split: {reason}; use fewer processes")
 
 
 def _prepare(
@@ -227,7 +156,10 @@ def _prepare(
             drafting = None
             if draft is not None and own is not None:
                 drafting = Drafting(draft, load(settings, draft.folder, own, progress), own.placement)
-            split = None if member is None else _met(settings, what, member, gpu, progress)
+            split = None
+            if member is not None:
+                tokens = settings.max_batch_tokens or _batch_tokens(what.own_config, device)
+                split = connect_ranks(settings, what, member, gpu, tokens, progress)
             known = constraints or Constraints(settings.model)
             return _assemble(settings, what, loaded, drafting, known, gpu, split)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -236,34 +168,6 @@ def _prepare(
         if not any(sign in str(error) for sign in TOO_LARGE):
             raise
         raise Unsupported(_no_room(folder, device, error)) from error
-
-
-def _met(settings: EngineSettings, what: Loading, member: Membership, gpu: GpuKernels, progress: Progress) -> Split:
-    exchange = member.meet(progress)
-    try:
-        split = Split(exchange, member.others)
-        if settings.ranks_elsewhere:
-            split.agree(f"{what.placement.dtype} and texts of the model with digest {of_texts(Path(settings.model))}")
-        if what.placement.device.type == "cpu" or not isinstance(exchange, Gloo):
-            return split
-        return _on_gpus(settings, what, member.others, exchange, gpu)
-    finally:
-        member.met()
-
-
-def _on_gpus(settings: EngineSettings, what: Loading, others: Others | None, hosts: Gloo, gpu: GpuKernels) -> Split:
-    device, one_host = what.placement.device, settings.ranks_elsewhere == 0
-    reason = why_no_peers(what.part.ranks) if one_host else "some are on other hosts"
-    if reason is None:
-        tokens = most_tokens(settings.max_batch_tokens or _batch_tokens(what.own_config, device))
-        try:
-            sums = open_sums(what.own_config, hosts, device, tokens)
-            return Split(PeerSums(hosts, sums.many, gpu.open(device)), others, sums)
-        except (NoPeers, BuildError) as failure:
-            reason = str(failure)
-    if what.part.first:
-        _log.warning("%s", through_nccl(what.part.ranks, reason))
-    return Split(Nccl(hosts, settings.hang_timeout, one_host=one_host), others, None, reason)
 
 
 def _loading(

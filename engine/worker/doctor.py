@@ -32,12 +32,13 @@ from engine.model.transformer import SPLIT, Transformer, kv_shape
 from engine.sampling.sampler import Sampler
 from engine.settings import DecoderChoice, Device, Dtype, EngineSettings, KvDtype, Quantization
 from engine.worker import hardware
-from engine.worker.build import pays, require_split, room_of_rank
+from engine.worker.build import room_of_rank
 from engine.worker.draft import read_draft
 from engine.worker.gpu_plan import GpuPlan, make_plan
 from engine.worker.known_gpus import known_gpu
 from engine.worker.offers import SWITCHES, proposers, trial_of
 from engine.worker.shapes import shape_weights
+from engine.worker.splitting import pays, require_split
 from quant.checkpoint.config import ModelConfig
 from quant.checkpoint.digest import of_model, of_texts
 from quant.checkpoint.errors import CheckpointError
