@@ -36,8 +36,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
-    """Weights, the SHA-256 of them and their config, and their form's name. Of a split model, only the first rank has a
-    digest."""
+    """Weights, the SHA-256 of them and their config, and their form's name. Where a model is split over processes of
+    one host, which read the same files, only the first rank has a digest."""
 
     weights: Weights
     digest: str
@@ -61,7 +61,8 @@ def load(settings: EngineSettings, folder: Path, what: Loading, progress: Progre
     """Raises InvalidModel, one line that names the file."""
     with returning(what.placement.device):
         dummy = settings.load_format == "dummy"
-        loaded = _dummy(settings.seed, folder, what) if dummy else _folder(folder, what, progress)
+        hashed = what.part.first or settings.ranks_elsewhere > 0
+        loaded = _dummy(settings.seed, folder, what) if dummy else _folder(folder, what, hashed, progress)
         if what.placement.device.type == "cpu":
             lay_in_order(loaded.weights.in_order())
         return loaded
@@ -93,12 +94,12 @@ def _dummy(seed: int, folder: Path, what: Loading) -> LoadedWeights:
     return LoadedWeights(weights, _identity(seen, what.form), what.form.name)
 
 
-def _folder(folder: Path, what: Loading, progress: Progress) -> LoadedWeights:
+def _folder(folder: Path, what: Loading, hashed: bool, progress: Progress) -> LoadedWeights:
     config, form = what.config, what.form
     with checkpoint_errors(folder):
         dtype = what.placement.dtype
         checkpoint = open_checkpoint(folder, lambda done, total: progress("weights", done, total), dtype)
-        files = (*checkpoint.files, *described_by(folder)) if what.part.first else ()
+        files = (*checkpoint.files, *described_by(folder)) if hashed else ()
         fingerprint = digest.WeightsDigest(files)
     try:
         with checkpoint_errors(folder, checkpoint):

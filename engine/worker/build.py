@@ -159,7 +159,7 @@ def _prepare(
             split = None
             if member is not None:
                 tokens = settings.max_batch_tokens or _batch_tokens(what.own_config, device)
-                split = connect_ranks(settings, what, member, gpu, tokens, progress)
+                split = connect_ranks(settings, what, loaded.digest, member, gpu, tokens, progress)
             known = constraints or Constraints(settings.model)
             return _assemble(settings, what, loaded, drafting, known, gpu, split)
     except (torch.OutOfMemoryError, MemoryError) as error:

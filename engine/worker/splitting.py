@@ -92,14 +92,22 @@ def require_split(model: str, config: ModelConfig, form: FolderFormat, ranks: in
 
 
 def connect_ranks(
-    settings: EngineSettings, what: Loading, member: Membership, gpu: GpuKernels, tokens: int, progress: Progress
+    settings: EngineSettings,
+    what: Loading,
+    digest: str,
+    member: Membership,
+    gpu: GpuKernels,
+    tokens: int,
+    progress: Progress,
 ) -> Split:
-    """Waits until all ranks have loaded. `tokens`: of a pass, at most."""
+    """Waits until all ranks have loaded. `digest`: of this rank's weights. `tokens`: of a pass, at most. Raises
+    EngineFailed where hosts have different models."""
     exchange = member.meet(progress)
     try:
         split = Split(exchange, member.others)
         if settings.ranks_elsewhere:
-            split.agree(f"{what.placement.dtype} and texts of the model with digest {of_texts(Path(settings.model))}")
+            texts = of_texts(Path(settings.model))
+            split.agree(f"{what.placement.dtype}, weights with digest {digest} and texts with digest {texts}")
         if what.placement.device.type == "cpu" or not isinstance(exchange, Gloo):
             return split
         return _on_gpus(settings, what, member.others, exchange, gpu, tokens)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from bench.redis_server import free_port
-from engine.errors import Unsupported
+from engine.errors import EngineFailed, Unsupported
 from engine.execution.runner import ModelRunner
 from engine.settings import EngineSettings
 from engine.worker.build import build, make_runner, prepare
@@ -66,10 +66,10 @@ class OtherHost:
         return settings(model, **given, ranks_secret_file=str(self.folder / "secret"), **chosen)
 
     @contextlib.contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self, cwd: Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
         command = [sys.executable, "-m", "service.cli", "rank", f"--leader=127.0.0.1:{self.port}"]
         given = [f"--secret-file={self.folder / 'secret'}", f"--ranks={self.count}"]
-        with self.log.open("ab") as log, subprocess.Popen([*command, *given], cwd=ROOT, stderr=log) as process:
+        with self.log.open("ab") as log, subprocess.Popen([*command, *given], cwd=cwd, stderr=log) as process:
             try:
                 yield process
             finally:
@@ -165,6 +165,20 @@ def test_a_stop_of_the_other_host_ends_the_group(host: OtherHost, drive: Drive, 
         assert process.wait(PATIENCE) == 0
         assert group.lost.wait(PATIENCE)
         wait_for(partial(gone, rank))
+
+
+def test_hosts_with_different_weights_are_not_joined(
+    host: OtherHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One path leads to other files on the other host: their headers and texts are the same, one number is not."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name, "qwen3", vocab_size=101)
+    file = tmp_path / "two" / "plain" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    monkeypatch.chdir(tmp_path / "one")
+    with host.started(tmp_path / "two"), pytest.raises(EngineFailed, match=r"the ranks differ: .*weights with digest"):
+        build(host.settings(Path("plain"), tensor_parallel=2), nothing)
 
 
 def test_ranks_that_cannot_be_awaited_are_a_refusal(host: OtherHost) -> None:
