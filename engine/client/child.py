@@ -122,7 +122,7 @@ class Child(asyncio.Protocol):
         try:
             reports = self._reader.feed(data)
         except FrameError as error:
-            _log.error("the engine process sent what is no message: %s", error)
+            _log.error("the engine process sent a broken message: %s", error)
             self.kill()
             self.abort()
             return

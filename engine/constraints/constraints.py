@@ -280,12 +280,11 @@ class Constraints:
             for other in self._held.values()
         )
         held.failed = reason
-        if (
-            reason is ConstraintReason.UNMET or counted
-        ):  # sequences of one process that follow one grammar fail together
+        # Sequences of one process that follow one grammar fail together.
+        if reason is ConstraintReason.UNMET or counted:
             return
         count = self._deaths.add(_name(held.constraint))
-        _log.warning("a constraint is too costly (%s), for the %d. time", reason, count)
+        _log.warning("a constraint costs too much (%s); count of such failures: %d", reason, count)
 
     # Sequences
 

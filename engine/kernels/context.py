@@ -20,4 +20,4 @@ def keep_little(device: torch.device) -> None:
     torch.empty(1, device=device)  # so that there is a context
     (status,) = driver.cuCtxSetLimit(driver.CUlimit.CU_LIMIT_STACK_SIZE, STACK)
     if int(status) != 0:
-        _log.warning("the driver keeps more of %s than it needs to: %s", device, status)
+        _log.warning("the driver keeps the stack that it reserved on %s: %s", device, status)

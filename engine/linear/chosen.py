@@ -81,7 +81,7 @@ class ChosenProducts:
             algorithm = bytes.fromhex(kept)
             return _Chosen(prepared, algorithm) if self._cublas.fits(prepared, algorithm) else None
         except (CublasError, ValueError) as failure:
-            _log.info("%s goes by the library's own choice: %s", product, failure)
+            _log.info("%s uses the library's own choice: %s", product, failure)
             return None
 
     def _fastest(
@@ -136,7 +136,7 @@ class ChosenProducts:
         try:
             keep(self._kept, json.dumps({**self._read(), product: algorithm}).encode())
         except OSError as failure:
-            _log.warning("which products are fastest is not kept: %s", failure)
+            _log.warning("the choice of the fastest products could not be saved: %s", failure)
 
 
 def _captured(enqueue: Callable[[], None]) -> torch.cuda.CUDAGraph:

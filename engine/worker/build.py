@@ -358,7 +358,7 @@ def warmed(
     for objection in choice.objections:
         _log.log(level, "decoder %s passed over: %s", objection.decoder, objection.reason)
     for objection in choice.missing:
-        _log.warning("decoder %s goes without %s: %s", choice.decoder, objection.decoder, objection.reason)
+        _log.warning("decoder %s runs without %s: %s", choice.decoder, objection.decoder, objection.reason)
     captured = split is not None and split.sums is not None
     if split is not None and captured:
         split.agree(f"{choice.decoder}: {', '.join(name for name, _ in choice.executors)}")

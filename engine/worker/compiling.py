@@ -66,11 +66,11 @@ class Compiling:
                     self._scheduler.admit(sequence)
                     continue
                 except ValueError as refused:
-                    _log.error("a request that cannot run came through: %s", refused)
+                    _log.error("the front sent a request that cannot run: %s", refused)
                     failures.append(Event(key, failure=Failure.STEP))
                     continue
             if self._constraints.unloadable:
-                _log.error("there can be no constraints with this model: %s", self._constraints.unloadable)
+                _log.error("this model cannot follow constraints: %s", self._constraints.unloadable)
             costly = reason is not ConstraintReason.UNMET
             failures.append(Event(key, failure=Failure.CONSTRAINT_COST if costly else Failure.CONSTRAINT))
         return failures

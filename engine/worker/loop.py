@@ -133,7 +133,7 @@ class Loop:
                 try:
                     self._compiling.admit(Sequence(request, list(request.token_ids), key=key, solo=solo))
                 except ValueError as error:
-                    _log.error("a request that cannot run came through: %s", error)
+                    _log.error("the front sent a request that cannot run: %s", error)
                     self._refused.append(Event(key, failure=Failure.STEP))
             case Cancel(key=key):
                 self._compiling.cancel(key)

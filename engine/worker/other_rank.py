@@ -77,7 +77,7 @@ class AnotherRank(ABC):
                 case RankRefused(message=message):
                     raise InvalidModel(message)
                 case _:
-                    raise EngineFailed(f"rank {self.rank} said what it must not before it has loaded")
+                    raise EngineFailed(f"rank {self.rank} sent a message out of turn while it loaded")
 
     @abstractmethod
     def _look(self, working: Callable[[], None]) -> None:
@@ -210,7 +210,7 @@ def _next(door: Door, waiting: Callable[[], None]) -> socket.socket:
             if (sock := door.accept(_AWAIT)) is not None:
                 return sock
         except JoinRefused as error:
-            _log.warning("who wanted to join as a rank was turned away: %s", error)
+            _log.warning("a connection that wanted to join as a rank was refused: %s", error)
 
 
 def _launch(fd: int, gpu: int, here: int) -> subprocess.Popen[bytes]:

@@ -69,7 +69,7 @@ def main() -> int:
     except (EOFError, ConnectionError):
         return 0
     except FrameError as error:
-        _log.error("the front sent what is no message: %s", error)
+        _log.error("the front sent a broken message: %s", error)
     except EngineFailed as error:
         _log.error("%s", error)
     except Exception:

@@ -187,9 +187,7 @@ class ForkServerSupervisor:
         match report:
             case ModelLoaded(digest=digest):
                 if self.digest and digest != self.digest:
-                    raise InvalidModel(
-                        f"{self._configure.model}: the tokenizer is another one now; start the server again"
-                    )
+                    raise InvalidModel(f"{self._configure.model}: the tokenizer has changed; start the server again")
                 self.digest = digest
                 self.served += 1
                 self._loaded.set()
