@@ -1,9 +1,9 @@
 """Launches steps ahead of their tokens, and keeps the rows that a device holds in agreement with the plans. Torch-free.
 
-`Pipeline` rewrites all of up to eight rows when some change: in plain steps, verifying launches (a plain step is one of
-a row without a draft) and masked steps (`MaskedPipeline`). For many rows, `batch_pipeline` sends only what changed.
+`Pipeline` rewrites all of up to eight rows when some change: in plain steps and verifying launches (a plain step is one
+of a row without a draft). `masked_pipeline` adds masked steps. For many rows, `batch_pipeline` sends only what changed.
 
-Both keep these rules:
+All keep these rules:
 - Only `step` launches, after the device's rows agree with the plan's, and never beyond the pages that a row then holds.
   Steps of rows that have left precede all later work on the stream, so a page's old owner writes it before its new one.
 - The device knows at once how far a launch moves a row, so further launches need not wait. The host knows it from
@@ -35,7 +35,7 @@ SIZES: Final = (4, 1)  # steps of a launch, largest first
 GROUPS: Final = (1, 2, 4, 8)  # rows of a sequence in a verifying launch: its newest token and a draft
 NO_TOKEN, MORE = 4, 8  # flags of an entry. Any flag but MORE ends the row; MORE: the launch has another entry for it
 PARKED = MORE | NO_TOKEN  # nothing was fed: there was no page
-_FLAGS, TOKEN = 0xF, 0xFFFFFF
+FLAGS, TOKEN = 0xF, 0xFFFFFF
 _LAST_NUMBER = 1 << 30  # numbers begin anew above it
 FAR = 1 << 62
 Mask = bytes | bytearray  # a bit for each token, from the lowest bit of the first byte on
@@ -429,7 +429,7 @@ class Pipeline:
         for own, entries in zip(live, found, strict=True):
             own.ahead -= min(group, 1 + own.most_drafts)
             own.number += len(entries)
-            flags = entries[-1] >> 24 & _FLAGS
+            flags = entries[-1] >> 24 & FLAGS
             ids = [entry & TOKEN for entry in (entries[:-1] if flags & NO_TOKEN else entries)]
             own.unreported += ids
             own.stands += len(ids)
@@ -462,7 +462,7 @@ class Pipeline:
 
     @staticmethod
     def _end(own: HeldRow, entry: int) -> None:
-        flags = entry >> 24 & _FLAGS
+        flags = entry >> 24 & FLAGS
         _require_fed(flags)
         own.ended = flags != 0
         if not flags & NO_TOKEN:
@@ -482,7 +482,7 @@ class Pipeline:
         poll, found, number = self._device.poll, [], own.number + 1
         while (entry := poll(own.index, number)) is not None:
             found.append(entry)
-            flags = entry >> 24 & _FLAGS
+            flags = entry >> 24 & FLAGS
             _require_fed(flags)
             if flags != MORE:
                 return found
@@ -490,7 +490,7 @@ class Pipeline:
         return None
 
     def _note(self, own: HeldRow, group: int, entries: Rows[int]) -> None:
-        proposed, accepted = entries[-1] >> 28 & _FLAGS, len(entries) - 1
+        proposed, accepted = entries[-1] >> 28 & FLAGS, len(entries) - 1
         own.proposed += proposed
         own.accepted += accepted
         self.verified.append((own.sequence, VerifiedDraft(group, proposed, accepted)))
@@ -509,87 +509,3 @@ def run_share(pipeline: Pipeline, share: Share, options: StepOptions) -> dict[in
 def _require_fed(flags: int) -> None:
     if flags == PARKED:
         raise EngineFailed("a step was launched without a page for its token")
-
-
-class Grammar(Protocol):
-    def mask(self, key: int) -> Mask:
-        """Returns the mask of the sequence's next token, after a brief wait at most."""
-
-    def ready(self, key: int) -> bool:
-        """Returns whether the next token's mask is there or worth a brief wait."""
-
-    def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Moves on by these tokens. Returns them with those that are forced behind them."""
-
-
-class MaskedPipeline(Pipeline):
-    """Splits steps in which some row has a constraint into two launches: the layers, and the choice of tokens.
-
-    The choice needs masks, which the host makes once it knows the tokens before. So the next step's layers are launched
-    before this step's tokens are read: the device waits for no mask that comes before they end. Where rows change, an
-    unread choice is made again: choices depend on seed and position alone."""
-
-    def __init__(self, device: RowDevice, sequences: SequenceTable, max_context: int, grammar: Grammar) -> None:
-        super().__init__(device, sequences, max_context)
-        self._grammar = grammar
-        self._fed = False  # the layers of the next choice are launched
-        self._chosen = False  # a choice is in flight
-
-    def masked_step(self, rows: Rows[Row], options: StepOptions = ALL_OPTIONS) -> dict[int, RowResult]:
-        """Returns at most one id for each row, and what its constraint forces behind it."""
-        try:
-            held = self._current(rows, ())
-            if held is None:
-                self._held, self._fed, self._chosen = {}, False, False
-                held = self._rewrite(rows, {}, ())
-            else:
-                self._extend(held)
-            if not self._chosen:
-                self._choose(held, options)
-            found = self._grammar.take(rows, self._read_choice(held))
-            if self._same_go_on(held, found):
-                self._choose(held, options)  # before the tokens before it are handed on
-            return found
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
-        super().leave()
-        self._bucket = 0
-
-    def _choose(self, held: Rows[HeldRow], options: StepOptions) -> None:
-        if not self._fed:
-            self._feed([own.stands for own in held], options)
-        masks = {own.index: self._grammar.mask(own.sequence.key) for own in held if own.sequence.constraint is not None}
-        self._entries += 1
-        self._device.launch(StepLaunch(half=Half(masks), options=options))
-        self._chosen = True
-        after = [own.stands + 1 for own in held if own.stands + 1 < own.last]
-        self._fed = bool(after) and all(
-            own.stands + 1 < own.pages * PAGE_SIZE or own.stands + 1 >= own.last for own in held
-        )
-        if self._fed:
-            self._feed(after, options)
-
-    def _feed(self, positions: Rows[int], options: StepOptions) -> None:
-        self._device.launch(StepLaunch(1 + max(positions), half=Half(), options=options))
-
-    def _same_go_on(self, held: Rows[HeldRow], found: Mapping[int, RowResult]) -> bool:
-        one_each = all(len(result.token_ids) == 1 and result.end is None for result in found.values())
-        if not self._fed or not one_each or any(own.ended for own in held):
-            return False
-        return all(self._grammar.ready(own.sequence.key) for own in held)
-
-    def _read_choice(self, held: Rows[HeldRow]) -> dict[int, RowResult]:
-        self._chosen = False
-        found: dict[int, RowResult] = {}
-        for own in held:
-            own.number += 1
-            while (entry := self._device.poll(own.index, own.number)) is None:
-                self._device.wait()
-            flags = entry >> 24 & _FLAGS
-            own.stands += 1
-            own.ended = flags != 0
-            found[own.sequence.key] = RowResult(() if flags & NO_TOKEN else (entry & TOKEN,))
-        return found

@@ -14,12 +14,12 @@ from engine.errors import EngineFailed
 from engine.execution import device_sampling as sampled
 from engine.execution.graphs.chains import REACHES, Chain, Chains, distinct, fitting, reaches
 from engine.execution.graphs.row_state import PlainRows, write_pages
+from engine.execution.masked_pipeline import MaskedPipeline
 from engine.execution.needs import require_known
 from engine.execution.pipeline import (
     BUCKETS,
     SIZES,
     Mask,
-    MaskedPipeline,
     MorePages,
     Pipeline,
     Rewrite,

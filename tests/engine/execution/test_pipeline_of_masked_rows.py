@@ -13,7 +13,8 @@ from hypothesis import strategies as some
 from msgspec.structs import replace
 
 from engine.api import Constraint, GenerationRequest
-from engine.execution.pipeline import BUCKETS, Mask, MaskedPipeline, Pipeline, Rewrite, StepLaunch, in_flight, run_share
+from engine.execution.masked_pipeline import MaskedPipeline
+from engine.execution.pipeline import BUCKETS, Mask, Pipeline, Rewrite, StepLaunch, in_flight, run_share
 from engine.execution.router import AHEAD, ALL_OPTIONS, Capacity, Executors, Role
 from engine.scheduling.limits import Limits
 from engine.scheduling.plan import Row, RowResult, Share
