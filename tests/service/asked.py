@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from service.pb.whippet.v1 import generation_pb2 as pb
@@ -83,10 +82,3 @@ def probe(text: str, system: str = "", **fields: Any) -> pb.GenerateRequest:
 
 def generated(server: Server) -> int:
     return int(server.idle().generated_tokens)
-
-
-def until(probe: Callable[[], bool], within: float = PATIENCE) -> None:
-    end = time.monotonic() + within
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.02)

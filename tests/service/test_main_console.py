@@ -15,12 +15,12 @@ import grpc
 import pytest
 
 from service.pb.whippet.v1 import admin_pb2
-from tests.service.asked import until
 from tests.service.browsed import HEADERS, browse, question
 from tests.service.certificates import HERE, Authority, write_pair
 from tests.service.conftest import Server, ask, ask_stream, refused
 from tests.service.scraped import Page, fetch, parsed, value
 from tests.service.transport.presented import entry, named
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -40,7 +40,7 @@ def test_every_figure_is_the_metrics_own(server: Server) -> None:
     list(server.generation.GenerateStream(ask_stream("two", 40), timeout=60))
     assert refused(server.generation.Generate, ask("x", 0)).code is grpc.StatusCode.INVALID_ARGUMENT
     server.idle()
-    until(lambda: _differences(server) == [])
+    wait_for(lambda: _differences(server) == [])
 
 
 FIGURES = {  # of GetLoad, and their families
@@ -131,7 +131,7 @@ def test_the_start_says_where_it_is(server: Server) -> None:
 
 def test_what_serves_and_the_last_errors(server: Server) -> None:
     assert refused(server.generation.Generate, ask(MARKUP, 0)).code is grpc.StatusCode.INVALID_ARGUMENT
-    until(lambda: bool(browse(server.metrics, "/api/state").json()["state"]["errors"]))
+    wait_for(lambda: bool(browse(server.metrics, "/api/state").json()["state"]["errors"]))
     state = browse(server.metrics, "/api/state").json()["state"]
     assert state["model"]["decoder"] == "fake"
     assert state["load"]["state"] == "ENGINE_STATE_READY"
@@ -179,7 +179,7 @@ def test_a_stream_that_is_cancelled_frees_its_slot(server: Server) -> None:
     after = server.idle()
     assert after.live_requests == 0
     assert after.generated_tokens - before.generated_tokens < 4000
-    until(lambda: "request_id=page-2" in server.log.read_text())
+    wait_for(lambda: "request_id=page-2" in server.log.read_text())
     (line,) = [line for line in server.log.read_text().splitlines() if "request_id=page-2" in line]
     assert " code=CANCELLED " in line
 
@@ -294,7 +294,7 @@ def test_over_tls_certificates_say_who_looks_and_scrapes_go_on_in_plain_text(ser
             connection.close()
             return bool(found == shown)
 
-        until(presented)
+        wait_for(presented)
 
 
 def test_beside_relays(serve: Serve) -> None:
@@ -314,5 +314,5 @@ def test_a_reader_that_takes_nothing_is_given_up(serve: Serve) -> None:
             f"POST /api/generate HTTP/1.1\r\nHost: localhost\r\nX-Whippet-Console: 1\r\nContent-Length: {len(body)}\r\n"
         )
         slow.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        until(lambda: "reason=STREAM_STALLED request_id=slow" in one.log.read_text())
+        wait_for(lambda: "reason=STREAM_STALLED request_id=slow" in one.log.read_text())
         assert one.idle().live_requests == 0

@@ -20,6 +20,7 @@ from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream, refused
 from tests.service.drained import one_at_most_in_the_gap
 from tests.service.scraped import page_of, value
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -39,13 +40,6 @@ def readiness(server: Server) -> int:
 
 def liveness(server: Server) -> int:
     return health_of(server, "")
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 @pytest.mark.proof

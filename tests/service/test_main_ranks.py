@@ -17,6 +17,7 @@ import pytest
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.engine.worker.test_ranks_elsewhere import OtherHost, children
 from tests.service.conftest import PATIENCE, ROOT, Refusal, Server, ask, ask_stream
+from tests.waiting import gone, wait_for
 
 pytestmark = pytest.mark.product
 
@@ -39,25 +40,6 @@ def rank_pids(server: Server) -> list[int]:
             if b"engine.worker.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
-
-
-def running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def ended(*pids: int) -> bool:
-    return not any(map(running, pids))
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def served(server: Server) -> list[int]:
@@ -115,7 +97,7 @@ def strike(server: Server, sent: signal.Signals) -> None:
     streams = Streams(server)
     os.kill(ranks[0], sent)
     assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
-    wait_for(partial(ended, engine, *ranks))
+    wait_for(partial(gone, engine, *ranks))
     assert served(server) == expected
 
 
@@ -126,7 +108,7 @@ def test_a_rank_that_dies_ends_its_group_and_a_front_that_dies_leaves_none_behin
         assert len(held) == 2
         server.process.kill()
         server.process.wait(PATIENCE)
-        wait_for(partial(ended, *held))
+        wait_for(partial(gone, *held))
 
 
 @pytest.mark.proof
@@ -135,7 +117,7 @@ def test_a_rank_that_hangs_ends_its_group_and_a_stop_ends_all(serve: Serve) -> N
         strike(server, signal.SIGSTOP)
         held = (*server.engine_pids(), *rank_pids(server))
         assert server.stop() == 0
-        wait_for(partial(ended, *held))
+        wait_for(partial(gone, *held))
 
 
 @pytest.mark.proof
@@ -148,12 +130,12 @@ def test_a_rank_of_another_host_that_dies_ends_its_group_and_joins_the_next(serv
             streams = Streams(server)
             os.kill(rank, signal.SIGKILL)
             assert streams.join() == [(grpc.StatusCode.UNAVAILABLE, True)] * STREAMS
-            wait_for(partial(ended, engine, rank))
+            wait_for(partial(gone, engine, rank))
             assert served(server) == expected
             held = children(process.pid)
             assert len(held) == 1
             assert server.stop() == 0
-        wait_for(partial(ended, *held))
+        wait_for(partial(gone, *held))
 
 
 @pytest.mark.proof

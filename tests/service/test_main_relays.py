@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from bench.redis_server import free_port
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
 from tests.service.scraped import page_of
+from tests.waiting import until, wait_for
 
 pytestmark = pytest.mark.product
 
@@ -43,13 +43,6 @@ def stubs(server: Server, count: int) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(server.data, options=OWN)) for _ in range(count)]
         yield [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def gone(pid: int) -> bool:
@@ -204,12 +197,6 @@ async def test_callers_of_a_relay_that_dies_come_back_through_another(serve: Ser
         assert page["whippet_relay_deaths_total", ()] == len(victims)
         log = server.log.read_text()
         assert log.count("a relay was ended by SIGKILL; another is started in 1 s") == len(victims)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not holds():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.proof)])

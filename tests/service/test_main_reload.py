@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from service.pb.whippet.v1 import admin_pb2
-from tests.service.asked import until
 from tests.service.conftest import Server, ask_stream
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -45,14 +45,14 @@ def test_a_replaced_configmap_takes_effect_under_a_stream(serve: Serve, tmp_path
     with serve(f"--config={tmp_path / 'config.yaml'}", "--fake.step-time=0.02") as server:
         stream = server.generation.GenerateStream(ask_stream("on and on", TOKENS), timeout=60)
         publish(1, "log-level: debug\noptimizations: {batching: false}\n")
-        until(lambda: batching() == (False, False))
+        wait_for(lambda: batching() == (False, False))
         publish(2, "log-level: loud\n")
-        until(lambda: counted() == (1, 1))
+        wait_for(lambda: counted() == (1, 1))
         assert batching() == (False, False)
         server.process.send_signal(signal.SIGHUP)
-        until(lambda: counted() == (1, 2))
+        wait_for(lambda: counted() == (1, 2))
         publish(3, "optimizations: {batching: true}\n")
-        until(lambda: batching() == (True, True))
+        wait_for(lambda: batching() == (True, True))
         assert len("".join(message.text for message in stream)) == TOKENS
     log = server.log.read_text()
     assert "the settings stay as they are: log-level: " in log

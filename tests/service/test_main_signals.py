@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.service.conftest import PATIENCE, ROOT, Server, all_flags, ask
 from tests.service.transport.identity.test_token_file import entry
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -29,13 +29,6 @@ def masks(pid: int) -> dict[str, int]:
         for name, _, value in (line.partition(":\t") for line in lines)
         if name in ("SigCgt", "SigIgn")
     }
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
 
 
 # Sets what the command finds of signals, then becomes it. Not by a function between fork and exec: where the process

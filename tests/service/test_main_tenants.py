@@ -18,9 +18,10 @@ import pytest
 from bench.redis_server import RedisServer
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import greedy, until
+from tests.service.asked import greedy
 from tests.service.conftest import Refusal, Server, ask, ask_stream, refused
 from tests.service.tenants import metadata, write_tokens
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -57,7 +58,7 @@ def tenants(folder: Path, server: Server, text: str, outcome: str = "read") -> N
     before = reads(server, outcome)
     (folder / "new").write_text(text)
     (folder / "new").rename(folder / "tenants.yaml")
-    until(lambda: reads(server, outcome) > before)
+    wait_for(lambda: reads(server, outcome) > before)
 
 
 def reads(server: Server, outcome: str) -> int:
@@ -71,7 +72,7 @@ def test_live_requests_of_a_tenant_and_a_file_that_is_wrong(one: Server, folder:
             one.generation.GenerateStream(ask_stream(f"long {n}", 4000), metadata=caller, timeout=60)
             for n in range(most)
         ]
-        until(partial(has, one, most))
+        wait_for(partial(has, one, most))
         refusal = refused(one.generation.GenerateStream, ask_stream("more", 1), metadata=caller)
         assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TENANT_QUOTA")
         assert refusal.retry_ms > 0
@@ -94,7 +95,7 @@ def has(server: Server, requests: int) -> bool:
 
 
 def drained(server: Server) -> None:
-    until(lambda: not busy(server))
+    wait_for(lambda: not busy(server))
 
 
 def test_tokens_of_prompt_and_answer_are_charged_and_what_a_cache_answers_is_not(one: Server, folder: Path) -> None:
@@ -106,7 +107,7 @@ def test_tokens_of_prompt_and_answer_are_charged_and_what_a_cache_answers_is_not
         return str(dict(call.initial_metadata())["x-cache"])
 
     assert asked() == "miss"
-    until(lambda: asked() == "hit-response")
+    wait_for(lambda: asked() == "hit-response")
     for _ in range(50):
         assert asked() == "hit-response"
     one.generation.Generate(ask("x" * 40, 60), metadata=ACME, timeout=60)
@@ -129,7 +130,7 @@ def test_metrics_name_whom_the_file_lists(one: Server, folder: Path) -> None:
     for caller in (ACME, BRAVO):
         one.generation.Generate(ask("named or not", 4), metadata=caller, timeout=60)
 
-    until(lambda: 'tenant_tokens_total{kind="generated",tenant="acme"} ' in scraped(one))
+    wait_for(lambda: 'tenant_tokens_total{kind="generated",tenant="acme"} ' in scraped(one))
     text = scraped(one)
     assert 'tenant_requests_total{code="OK",tenant="acme"} ' in text
     assert 'tenant_requests_live{tenant="acme"} 0.0' in text
@@ -153,9 +154,9 @@ def test_a_priority_beyond_the_tenants_is_lowered(one: Server, folder: Path) -> 
     next(busy)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(wait, "acme", ACME, pb.PRIORITY_INTERACTIVE)
-        until(lambda: waiting(one) == 1)
+        wait_for(lambda: waiting(one) == 1)
         second = pool.submit(wait, "bravo", BRAVO, pb.PRIORITY_NORMAL)
-        until(lambda: waiting(one) == 2)
+        wait_for(lambda: waiting(one) == 2)
         busy.cancel()
         first.result()
         second.result()
@@ -190,7 +191,7 @@ def test_a_tenant_with_much_waiting_keeps_nobody_waiting_for_all_of_it_nor_shuts
         mine = []
         for number in range(4):
             mine.append(pool.submit(wait, f"mine {number}", ACME))
-            until(lambda: waiting(small) == len(mine))
+            wait_for(lambda: waiting(small) == len(mine))
         assert refused(small.generation.Generate, ask("more", 1), metadata=ACME).reason == "QUEUE_FULL"
         other = pool.submit(wait, "other", BRAVO)
         assert mine[3].result() == "QUEUE_FULL", "the last of those who have most gave way"
@@ -261,8 +262,8 @@ def test_two_servers_keep_to_one_quota(
         allowed = BURST + RATE / 60 * (time.monotonic() - begun)
         assert 0.6 * allowed < sum(used) <= 1.05 * allowed, f"{used} of {allowed:.0f}"
         redis_server.command("FLUSHALL")
-        until(lambda: begins(one))  # a bucket that is lost is a full one
+        wait_for(lambda: begins(one))  # a bucket that is lost is a full one
         redis_server.stop()
         for server in (one, other):
-            until(lambda server=server: all(begins(server) for _ in range(9)))  # each keeps to the quota for itself
+            wait_for(lambda server=server: all(begins(server) for _ in range(9)))  # each keeps to the quota for itself
         assert "Traceback" not in one.log.read_text() + other.log.read_text()

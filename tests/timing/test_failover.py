@@ -12,8 +12,9 @@ import grpc
 
 from bench.redis_server import write_keys
 from tests.redis_guarded import NAME, guarded_redis
-from tests.service.asked import greedy, said, until
+from tests.service.asked import greedy, said
 from tests.service.conftest import Server
+from tests.waiting import wait_for
 
 FAILOVER = 10.0  # seconds; sentinels that wait half a second for a silent master need one or two
 CALLERS = 3
@@ -23,7 +24,7 @@ Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 
 def served_from_redis(server: Server, text: str) -> None:
     """Returns once an answer was stored and found."""
-    until(lambda: said(server, greedy(text, 4)) == "hit-response", 30)
+    wait_for(lambda: said(server, greedy(text, 4)) == "hit-response")
 
 
 def test_a_failover_is_no_error_and_over_in_ten_seconds(serve: Serve, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from service.core.text.tokenizer import MOST_TEXT
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, Refusal, Server
 from tests.service.tenants import metadata, write_tokens
+from tests.waiting import gone
 
 DEMO = Path("models/demo")
 HEALTH = 1.0  # seconds, which the issue of every probe has to stay below; on a quiet machine it takes milliseconds
@@ -38,14 +39,6 @@ def family(pid: int) -> list[int]:
             lines = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
             found += [child for child, line in lines.items() if b"fork_server" in line]
     return found
-
-
-def gone(pid: int) -> bool:
-    """Whether it is no process any more, or one that only waits to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def resident(pid: int) -> int:

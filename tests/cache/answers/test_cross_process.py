@@ -20,6 +20,7 @@ from cache.seal.keyring import Keyring
 from cache.store.redis_link import RedisLink
 from cache.store.redis_open import RedisEndpoint
 from tests.cache.answers.one_answer import END, KEY, TEXT, Model, ask, read, spelled
+from tests.waiting import until
 
 QUICK = SingleFlightSettings(lease=0.4, heartbeat=0.1, patience=1.0, retention=5.0)
 LONG = SingleFlightSettings(lease=300.0, heartbeat=30.0, patience=200.0, retention=300.0)
@@ -52,13 +53,6 @@ async def make_shared(redis_server: Any, keyring: Keyring, counters: Counters) -
         await shared.aclose()
     for link in links:
         await link.aclose()
-
-
-async def until(found: Callable[[], object]) -> None:
-    end = asyncio.get_running_loop().time() + 60
-    while not found():
-        assert asyncio.get_running_loop().time() < end
-        await asyncio.sleep(0.005)
 
 
 async def fly(shared: CrossProcess, model: Model) -> str:

@@ -37,6 +37,7 @@ from cache.open.counters import Counters
 from cache.seal.keyring import Keyring
 from cache.store.redis_replies import ReplyBounds
 from tests.cache.hostile import ENDLESS, Reply, answering
+from tests.waiting import wait_for
 
 LAYOUT = BlockLayout(layers=2, kv_heads=2, head_dim=16, dtype="bfloat16", item_bytes=2, page_size=16)
 PARTITION = "ab" * 16
@@ -70,13 +71,6 @@ def make_blocks(redis_server: Any, keyring: Keyring, counters: Counters) -> Iter
     yield make
     for blocks in made:
         blocks.close()
-
-
-def until(found: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not found():
-        assert time.monotonic() < deadline, "did not come about"
-        time.sleep(0.005)
 
 
 def fill(blocks: RedisBlocks, runs: list[BlockRun], partition: str = PARTITION) -> None:
@@ -215,7 +209,7 @@ def test_refused_is_a_miss_at_once(make_blocks: Make, make_redis: Callable[..., 
     assert blocks.worth(10_000) is None
     assert blocks.states["block_reads"] is BreakerState.OPEN
     server.start()
-    until(lambda: blocks.worth(10_000) is not None)
+    wait_for(lambda: blocks.worth(10_000) is not None)
     assert fetched(blocks, runs) == []
     assert blocks.states["block_reads"] is BreakerState.CLOSED
     fill(blocks, runs)
@@ -400,7 +394,7 @@ def test_the_gate_follows_what_it_measures() -> None:
 
 def test_the_store_measures_its_link_and_declines_for_a_fast_prefill(make_blocks: Make) -> None:
     blocks = make_blocks(layout=replace(LAYOUT, layers=64, kv_heads=8, head_dim=128))
-    until(lambda: blocks.gate.rates.bytes_per_second is not None)
+    wait_for(lambda: blocks.gate.rates.bytes_per_second is not None)
     blocks.computed(100, 1.0)
     allowed = blocks.worth(1000)
     assert allowed is not None
@@ -417,7 +411,7 @@ def test_a_redis_that_does_not_begin_to_answer_is_a_miss_after_its_budget(make_r
     blocks = RedisBlocks(BlockSettings(redis=redis), LAYOUT, Keyring.generate(), Counters())
     try:
         fill(blocks, chain(3))
-        until(lambda: len(fetched(blocks, chain(3))) == 3)
+        wait_for(lambda: len(fetched(blocks, chain(3))) == 3)
         server.pause()
         begun = time.monotonic()
         assert blocks.fetch(PARTITION, chain(3), buffers(chain(3)), 30.0).result(60).runs == 0

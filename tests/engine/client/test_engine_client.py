@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from engine.client.engine_client import EngineClient, check
 from engine.errors import DeadlineExceeded, EngineFailed, EngineUnavailable, Unsupported
 from engine.fake import FakeRunner, Fault, plain_request
 from engine.settings import EngineSettings, FakeSettings
+from tests.waiting import until
 
 PATIENCE = 60.0  # seconds after which a test that waits has failed
 
@@ -47,15 +48,6 @@ async def running(sequences: int = 16, *, stream_buffer: int = 1 << 18, **fake: 
         yield client
     finally:
         await client.close()
-
-
-async def until(condition: Callable[[], bool]) -> float:
-    """Seconds until it holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < PATIENCE, "waited in vain"
-        await asyncio.sleep(0.001)
-    return time.monotonic() - started
 
 
 async def ids_of(stream: TokenStream) -> list[int]:

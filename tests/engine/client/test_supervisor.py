@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from engine.ipc.frames import Cancel, ConfigureEngine, Ready, report_reader
 from engine.ipc.framing import encode
 from engine.ipc.step_mark import StepMark
 from engine.settings import EngineSettings, FakeSettings, LogLevel
+from tests.waiting import until
 
 PATIENCE = 60.0  # seconds after which a test that waits has failed
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,15 +44,6 @@ async def running(hang_timeout: float = 60.0) -> AsyncIterator[EngineClient]:
         yield client
     finally:
         await client.close()
-
-
-async def until(condition: Callable[[], bool]) -> float:
-    """Seconds until it holds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < PATIENCE, "waited in vain"
-        await asyncio.sleep(0.002)
-    return time.monotonic() - started
 
 
 async def ids_of(stream: TokenStream) -> list[int]:

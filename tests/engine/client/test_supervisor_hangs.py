@@ -28,8 +28,8 @@ from tests.engine.client.test_supervisor import (
     pid_of,
     recovers,
     running,
-    until,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.product
 

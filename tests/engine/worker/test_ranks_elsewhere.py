@@ -10,8 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import make, nothing, settings
 from tests.engine.worker.test_mirror import asked, same
 from tests.engine.worker.test_ranks import compare, gone
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -40,13 +40,6 @@ def children(pid: int) -> list[int]:
         tasks = Path(f"/proc/{pid}/task").iterdir()
         return [int(one) for task in tasks for one in (task / "children").read_text().split()]
     return []
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 @dataclass

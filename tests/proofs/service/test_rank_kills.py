@@ -17,7 +17,8 @@ import grpc
 import pytest
 
 from tests.service.conftest import PATIENCE, Refusal, Server, ask, serve, template
-from tests.service.test_main_ranks import SPLIT, ended, rank_pids, running, served, wait_for
+from tests.service.test_main_ranks import SPLIT, rank_pids, served
+from tests.waiting import gone, wait_for
 
 __all__ = ["serve", "template"]
 Serve = Callable[..., AbstractContextManager[Server]]
@@ -74,14 +75,14 @@ def test_ranks_that_are_killed_at_random_moments(serve: Serve) -> None:
             met |= {rank, *engines}
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
-            wait_for(partial(ended, rank, *engines))
+            wait_for(partial(gone, rank, *engines))
         callers.end()
         assert not callers.wrong
         assert callers.answers
         assert served(server) == expected
         met |= {*server.engine_pids(), *_ranks(server)}
         assert server.stop() == 0
-    wait_for(lambda: not any(map(running, met)))
+    wait_for(partial(gone, *met))
     assert not _orphans()
 
 

@@ -28,10 +28,10 @@ from tests.service.asked import (
     loaded,
     probe,
     said,
-    until,
 )
 from tests.service.conftest import PATIENCE, Refusal, Server, refused
 from tests.service.scraped import page_of, told, value
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -173,7 +173,7 @@ def test_who_storms_a_full_queue_is_refused_without_a_look(narrow: Server) -> No
                 return said(narrow, known) == "hit-response"
             return False
 
-        until(served, PATIENCE)
+        wait_for(served)
 
 
 def test_a_hundred_alike_are_one_generation_and_a_hundred_others_are_refused(narrow: Server) -> None:

@@ -16,6 +16,7 @@ from cache.seal.partition import RECENT
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.service.conftest import PATIENCE, Server, ask
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -95,7 +96,7 @@ def test_an_engine_that_died_is_replaced_by_one_that_knows_the_prefix(
     with serve(*shared, *slow) as server:
         _, answer = tokens_of(server, IDS)
         # A write that a busy Redis did not take in time is made again at the next use.
-        until(lambda: tokens_of(server, IDS) == (FULL, answer) and written(redis_server))
+        wait_for(lambda: tokens_of(server, IDS) == (FULL, answer) and written(redis_server))
         with pytest.raises(grpc.RpcError):
             tokens_of(server, [0, 3, 1])  # the fake's word for a crash
         deadline = time.monotonic() + PATIENCE
@@ -129,7 +130,7 @@ def test_flushing_prefixes_alone_leaves_answers(serve: Serve, tokens_file: Path)
     with serve(f"--auth.tokens-file={tokens_file}", "--optimizations.response-cache=true") as server:
         _, answer = tokens_of(server, IDS)
         read = {"response": pb.CACHE_MODE_READ}
-        until(lambda: tokens_of(server, IDS, **read) == (len(IDS), answer))
+        wait_for(lambda: tokens_of(server, IDS, **read) == (len(IDS), answer))
         assert tokens_of(server, IDS, "b", **OFF)[0] == 0
         assert flush(server, admin_pb2.CACHE_KIND_PREFIX) == 0
         assert tokens_of(server, IDS, **read) == (len(IDS), answer)
@@ -158,17 +159,10 @@ def test_a_flush_reaches_other_servers_and_what_lies_in_redis(
             for _ in range(2):
                 _, answer = tokens_of(one, IDS, name)
         # Out of Redis, and then out of its own pages. A write that Redis did not take is made again at the next use.
-        until(lambda: tokens_of(one, IDS, "a")[0] == FULL and tokens_of(other, IDS, "a")[0] >= 1024)
+        wait_for(lambda: tokens_of(one, IDS, "a")[0] == FULL and tokens_of(other, IDS, "a")[0] >= 1024)
         assert tokens_of(other, IDS, "a") == (FULL, answer)
         flush(one, kind)
         assert tokens_of(one, IDS, "a") == (0, answer)
         time.sleep(RECENT)
         assert tokens_of(other, IDS, "a") == (0, answer)
         assert tokens_of(one, IDS, "b")[0] >= 1024
-
-
-def until(probe: Callable[[], bool], within: float = PATIENCE) -> None:
-    end = time.monotonic() + within
-    while not probe():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -11,10 +11,10 @@ import pytest
 
 from service.pb.whippet.v1 import admin_pb2
 from tests.chromium import Browser, Page, browser
-from tests.service.asked import until
 from tests.service.conftest import Server, ask, refused
 from tests.service.scraped import page_of, value
 from tests.service.transport.presented import entry
+from tests.waiting import wait_for
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 MARKUP = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script><b>bold</b>"
@@ -101,7 +101,7 @@ def test_figures_are_the_metrics_own(page: Page, server: Server) -> None:
             and f"of {value(metrics, 'prompt_tokens_total'):.0f} " in prefix.replace(",", "")
         )
 
-    until(same)
+    wait_for(same)
     assert int(shown(page, "#machine")["Steps"]) >= 24
 
 
@@ -151,7 +151,7 @@ def test_the_policy_stops_what_would_be_put_in_as_markup(chromium: Browser, serv
         document.body.append(image);
         await fetch("http://127.0.0.1:1/").catch(() => 0);
     })()""")
-    until(lambda: bool(one.evaluate("1")) and sum("Content Security Policy" in line for line in one.said) >= 2)
+    wait_for(lambda: bool(one.evaluate("1")) and sum("Content Security Policy" in line for line in one.said) >= 2)
     one.close()
 
 
@@ -180,7 +180,7 @@ def test_a_switch_is_changed_and_shown(page: Page, server: Server) -> None:
         return {one.name: one.enabled for one in found}["batching"]
 
     page.evaluate("document.querySelector('#switch-batching').click()")
-    until(lambda: not batching())
+    wait_for(lambda: not batching())
     server.admin.SetOptimization(admin_pb2.SetOptimizationRequest(name="batching", enabled=True), timeout=60)
     page.until("document.querySelector('#switch-batching').checked")
 

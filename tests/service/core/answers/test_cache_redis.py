@@ -27,10 +27,11 @@ from engine.api import ModelInfo
 from service.core.answers.caches import AnswerCaches
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import as_stream, greedy, until
+from tests.service.asked import as_stream, greedy
 from tests.service.conftest import Server
 from tests.service.scripted import INFO, ScriptedEngine
 from tests.service.tenants import metadata, write_tokens
+from tests.waiting import wait_for
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 ON = ("--optimizations.response-cache=true", "--fake.step-time=0.002")
@@ -90,7 +91,7 @@ def test_two_fronts_and_still_one_generation(pair: tuple[Server, Server]) -> Non
     ]
     texts = {"".join(m.text for m in stream) for stream in streams} | {future.result().text for future in futures}
     assert len(texts) == 1
-    until(lambda: sum(tokens(server) for server in pair) >= before + 100)
+    wait_for(lambda: sum(tokens(server) for server in pair) >= before + 100)
     time.sleep(0.3)
     # Once more for each front that did not wait for a Redis, or another front, that was late on a busy machine.
     most = 1 + sum(impatient(server) for server in pair)
@@ -101,7 +102,7 @@ def test_same_tenant_hits_and_other_misses_on_both_fronts(pair: tuple[Server, Se
     request = greedy("mine alone", 8)
     text = say(pair[0], request)[0].text
     for server in pair:
-        until(lambda server=server: say(server, read_only(request))[1] == "hit-response")  # type: ignore[misc]
+        wait_for(lambda server=server: say(server, read_only(request))[1] == "hit-response")  # type: ignore[misc]
         assert say(server, read_only(request))[0].text == text
         assert say(server, read_only(request), "bravo")[1] == "miss"
 
@@ -111,7 +112,7 @@ def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server])
     for request, tenant in ((mine, "acme"), (theirs, "bravo")):
         say(pair[0], request, tenant)
         for server in pair:
-            until(lambda s=server, r=request, t=tenant: say(s, read_only(r), t)[1] == "hit-response")  # type: ignore[misc]
+            wait_for(lambda s=server, r=request, t=tenant: say(s, read_only(r), t)[1] == "hit-response")  # type: ignore[misc]
     flush = admin_pb2.FlushCacheRequest(tenant="acme")
     assert pair[1].admin.FlushCache(flush, timeout=60, metadata=metadata("acme")).entries >= 1
     for server in pair:
@@ -126,7 +127,7 @@ def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server])
 def test_nothing_readable_lies_in_redis(pair: tuple[Server, Server], redis: RedisServer) -> None:
     request = greedy("a secret question", 8)
     text = say(pair[0], request)[0].text
-    until(lambda: say(pair[1], read_only(request))[1] == "hit-response")
+    wait_for(lambda: say(pair[1], read_only(request))[1] == "hit-response")
     keys = redis.command("KEYS", "*")
     assert b"r:" in keys
     assert b"secret" not in keys

@@ -18,9 +18,10 @@ from service.core.answers import caches as caching
 from service.core.answers.caches import checked
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, learnt, loaded, probe, said, until
+from tests.service.asked import ALIKE, QUESTION, as_stream, chat, generate, learnt, loaded, probe, said
 from tests.service.conftest import PATIENCE, Server, ask, refused
 from tests.service.tenants import TENANTS, metadata, write_tokens
+from tests.waiting import wait_for
 
 Serve = Callable[..., contextlib.AbstractContextManager[Server]]
 # Made beforehand: a server would otherwise be without a semantic cache for seconds.
@@ -112,7 +113,7 @@ def test_plain_text_only_where_it_is_wished(on: Server) -> None:
         return request
 
     assert said(on, plain("Who built the Louvre, and when?", pb.CACHE_MODE_READ_WRITE)) == "miss"
-    until(lambda: said(on, plain("who built the Louvre, and when?", pb.CACHE_MODE_READ)) == "hit-semantic")
+    wait_for(lambda: said(on, plain("who built the Louvre, and when?", pb.CACHE_MODE_READ)) == "hit-semantic")
     assert said(on, plain("who built the Louvre, and when", pb.CACHE_MODE_READ)) == "miss"  # continues differently
     assert said(on, plain("who built the Louvre, and when?", pb.CACHE_MODE_UNSPECIFIED)) == "miss"
 
@@ -162,7 +163,7 @@ def test_tenants_never_meet(serve: Serve, redis_server: RedisServer, key_file: P
     tokens = f"--auth.tokens-file={write_tokens(tmp_path)}"
     with serve(*ON, *flags, tokens) as one, serve(*ON, *flags, tokens) as other:
         for server in (one, other):
-            until(lambda server=server: taught(server), PATIENCE)  # type: ignore[misc]
+            wait_for(lambda server=server: taught(server))  # type: ignore[misc]
             assert say(server, probe(ALIKE), theirs) == "miss"
             assert say(server, probe(QUESTION), theirs) == "miss"
 
@@ -215,7 +216,7 @@ def test_what_is_damaged_in_redis_costs_a_hit_and_no_answer(
     with serve(*ON, *flags, "--cache.semantic.threshold=0.5") as one:
         loaded(one)
         learnt(one, chat(QUESTION))
-        until(lambda: said(one, probe(ALIKE)) == "hit-semantic")
+        wait_for(lambda: said(one, probe(ALIKE)) == "hit-semantic")
         (directory,) = redis_server.keys("d:*")
         redis_server.command("ZADD", directory, "1", b"\xff\xfe", "2", "what", "inf", "0" * 96)
         assert said(one, probe(ALIKE)) == "hit-semantic"
@@ -231,6 +232,6 @@ def test_what_is_damaged_in_redis_costs_a_hit_and_no_answer(
         for _ in range(5):
             assert generate(one, chat(QUESTION))[0].text
             assert generate(one, probe(ALIKE))[0].text
-        until(lambda: said(one, probe(ALIKE)) == "hit-semantic")
+        wait_for(lambda: said(one, probe(ALIKE)) == "hit-semantic")
         assert one.stop() == 0
         assert "INTERNAL" not in one.log.read_text()

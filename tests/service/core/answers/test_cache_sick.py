@@ -10,8 +10,9 @@ import pytest
 
 from bench.redis_server import Proxy, RedisServer, proxy_in_thread, write_keys
 from service.pb.whippet.v1 import generation_pb2 as pb
-from tests.service.asked import greedy, until
+from tests.service.asked import greedy
 from tests.service.conftest import Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -59,7 +60,7 @@ class Sick:
             time.sleep(0.05)
             return closed and dict(call.initial_metadata())["x-cache"] == "hit-response"
 
-        until(hit)
+        wait_for(hit)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from service.pb.whippet.v1 import admin_pb2
 from service.pb.whippet.v1 import generation_pb2 as pb
 from tests.properties import example_count
-from tests.service.asked import as_stream, generate, generated, greedy, kept, said, until
+from tests.service.asked import as_stream, generate, generated, greedy, kept, said
 from tests.service.conftest import Server, ask, refused
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -197,7 +198,7 @@ def test_modes(cached: Server) -> None:
     assert with_mode(pb.CACHE_MODE_READ) == "hit-response"
     before = generated(cached)
     assert with_mode(pb.CACHE_MODE_WRITE) == "off"
-    until(lambda: generated(cached) == before + 4)  # written anew, not read; the load is reported now and then
+    wait_for(lambda: generated(cached) == before + 4)  # written anew, not read; the load is reported now and then
     assert with_mode(pb.CACHE_MODE_UNSPECIFIED) == "hit-response"
 
 

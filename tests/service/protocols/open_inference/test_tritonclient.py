@@ -14,8 +14,8 @@ import pytest
 from service.pb.inference import grpc_service_pb2 as pb
 from service.pb.inference import grpc_service_pb2_grpc
 from tests.gateways import run
-from tests.service.asked import until
 from tests.service.conftest import Server, ask, refused
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -134,7 +134,7 @@ def test_a_cancelled_stream_leaves_nothing_and_each_request_has_a_record(slow: S
     slow.until(lambda load: load.running == 1, 60)
     call.cancel()
     slow.idle(60)
-    until(lambda: slow.log.read_text().count(f"method={METHOD}") == 3, 60)  # two requests and the stream
+    wait_for(lambda: slow.log.read_text().count(f"method={METHOD}") == 3)  # two requests and the stream
     lines = [line for line in slow.log.read_text().splitlines() if f"method={METHOD}" in line]
     assert "completion_tokens=2" in lines[0]
     assert "code=OK" in lines[0]

@@ -21,9 +21,9 @@ from service.pb.smg.grpc.common import tokenizer_pb2
 from service.pb.vllm.grpc.engine import vllm_engine_pb2 as pb
 from service.pb.vllm.grpc.engine import vllm_engine_pb2_grpc
 from service.pb.whippet.v1 import admin_pb2
-from tests.service.asked import until
 from tests.service.conftest import Refusal, Server, ask, refused
 from tests.service.tenants import metadata, write_tokens
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.product
 
@@ -266,7 +266,7 @@ def begun(server: Server, name: str, stream: bool) -> Any:
     request = question(stream=stream, max_tokens=4000, ignore_eos=True)
     request.request_id = name
     call = stub(server).Generate(request, metadata=ACME, timeout=120)
-    until(lambda: load(server).running == 1, 60)
+    wait_for(lambda: load(server).running == 1)
     return call
 
 
@@ -279,7 +279,7 @@ def left(call: Any, server: Server) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     assert Refusal.of(caught.value).code is grpc.StatusCode.ABORTED
-    until(lambda: load(server).used_pages == 0, 60)
+    wait_for(lambda: load(server).used_pages == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -292,7 +292,7 @@ def test_abort_ends_an_answer_that_nobody_cancels(slow: Server, stream: bool) ->
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_cancelled_answer_leaves_nothing(slow: Server, stream: bool) -> None:
     begun(slow, f"cancelled {stream}", stream).cancel()
-    until(lambda: load(slow).used_pages == 0, 60)
+    wait_for(lambda: load(slow).used_pages == 0)
 
 
 def test_a_tenant_ends_its_own_answers_alone_and_a_drain_is_seen(slow: Server) -> None:

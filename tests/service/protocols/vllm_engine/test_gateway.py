@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.gateways import Gateway, smg
-from tests.service.asked import until
 from tests.service.conftest import Server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.proof
 
@@ -53,7 +53,7 @@ def test_a_caller_who_leaves_leaves_nothing(gateway: Gateway, pair: tuple[Server
     head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with socket.create_connection((host, int(port)), _PATIENCE) as link:
         link.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        until(lambda: any(one.load().running for one in pair), _PATIENCE)
+        wait_for(lambda: any(one.load().running for one in pair))
     for one in pair:
         one.idle(_PATIENCE)
 

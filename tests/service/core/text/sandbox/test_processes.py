@@ -20,6 +20,7 @@ from service.core.text import ChatMessage, Tokenizer
 from service.core.text.conversation import NO_OPTIONS
 from service.core.text.sandbox.jobs import KINDS, EncodeChat, EncodeText, JobRefused, pack, pack_ids, unpack_ids
 from service.core.text.sandbox.processes import SMALL, JobFailed, ProcessLimits, TextProcesses
+from tests.waiting import gone
 
 pytestmark = pytest.mark.product
 
@@ -53,14 +54,6 @@ async def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
     await made.start()
     yield made
     await made.close()
-
-
-def gone(pid: int) -> bool:
-    """Whether it is no process any more, or one that only waits to be reaped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 async def until_gone(pid: int) -> None:
