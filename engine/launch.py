@@ -1,4 +1,4 @@
-"""Starts an engine process. Imports next to nothing, so that a server can do it before its own imports."""
+"""Starts the processes of an engine. Imports next to nothing, so that a server can do it before its own imports."""
 
 from __future__ import annotations
 
@@ -64,16 +64,19 @@ def _step_mark() -> Iterator[tuple[int, StepMark]]:
         os.close(fd)
 
 
+def launch_rank(fd: int, gpu: int, here: int) -> subprocess.Popen[bytes]:
+    """Starts a rank that has its connection to the first one in `fd`. `gpu`: its number on this host, of `here`."""
+    given = ["--fd", str(fd), "--parent", str(os.getpid()), "--gpu", str(gpu), "--here", str(here)]
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "engine.worker.rank", *given],
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        pass_fds=[fd],
+        env=_environment(),
+    )
+
+
 def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
-    """The interpreter ignores the working folder, where another package may be named `engine`."""
-    environment = dict(os.environ)
-    home = Path(__file__).resolve().parents[1]
-    if home.name not in ("site-packages", "dist-packages"):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), environment.get("PYTHONPATH")]))
-    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
-    # front wants one (docs/measurements/engine-cpu.md).
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    environment.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # reads of all that is installed whether it has one
     return subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "engine.worker.process"),
@@ -82,6 +85,20 @@ def _launch(fd: int, mark: int, kind: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=2,  # stdout is the front's
         pass_fds=[fd, mark],
-        env=environment,
+        env=_environment(),
         start_new_session=True,  # a terminal's ctrl-C is the front's to handle
     )
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment of an interpreter with `-P`, which ignores the working folder: there another package may
+    be named `engine`."""
+    found = dict(os.environ)
+    home = Path(__file__).resolve().parents[1]
+    if home.name not in ("site-packages", "dist-packages"):
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(home), found.get("PYTHONPATH")]))
+    # Threads that spin for each other stop one another dead wherever cores are fewer than those that want them, and the
+    # front wants one (docs/measurements/engine-cpu.md).
+    found.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    found.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # reads of all that is installed whether it has one
+    return found

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -18,6 +16,7 @@ from typing import Final
 
 from engine.errors import EngineFailed, InvalidModel, Unsupported
 from engine.ipc.joining import Door, JoinRefused, code_digest, read_secret
+from engine.launch import launch_rank
 from engine.settings import EngineSettings
 from engine.worker.messages import (
     Join,
@@ -108,7 +107,7 @@ class RankHere(AnotherRank):
         super().__init__(rank, RankLink(ours, Reply))
         self._worked: str | None = None
         with theirs:
-            self.process = _launch(theirs.fileno(), rank, here)
+            self.process = launch_rank(theirs.fileno(), rank, here)
         self.link.send(Join(settings, rank, ranks, on_gpus))
 
     def _look(self, working: Callable[[], None]) -> None:
@@ -211,16 +210,6 @@ def _next(door: Door, waiting: Callable[[], None]) -> socket.socket:
                 return sock
         except JoinRefused as error:
             _log.warning("a connection that wanted to join as a rank was refused: %s", error)
-
-
-def _launch(fd: int, gpu: int, here: int) -> subprocess.Popen[bytes]:
-    given = ["--fd", str(fd), "--parent", str(os.getpid()), "--gpu", str(gpu), "--here", str(here)]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "engine.worker.rank", *given],
-        stdin=subprocess.DEVNULL,
-        stdout=2,
-        pass_fds=[fd],
-    )
 
 
 def _processor_time(pid: int) -> str | None:

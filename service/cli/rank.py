@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import select
 import signal
 import socket
@@ -20,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.ipc.joining import JoinRefused, code_digest, join, read_secret, split_address
+from engine.launch import launch_rank
 from service.cli.channel import USAGE, complain
-from service.cli.interpreter import command, environment
 
 _log = logging.getLogger(__name__)
 _BETWEEN = 1.0  # seconds between two attempts to connect
@@ -96,18 +95,11 @@ class RanksOfHost:
 
     def _computed(self, at: int, sock: socket.socket) -> bool:
         """Runs a rank until it ends. Returns whether it refused the model."""
-        given = ["--fd", str(sock.fileno()), "--parent", str(os.getpid()), "--gpu", str(at), "--here", str(self._count)]
         with sock:
             with self._lock:
                 if self._stopped.is_set():
                     return False
-                process = self._processes[at] = subprocess.Popen(
-                    command("engine.worker.rank", given),
-                    env=environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    pass_fds=[sock.fileno()],
-                )
+                process = self._processes[at] = launch_rank(sock.fileno(), at, self._count)
             _log.info("rank process %d has joined the group of %s", process.pid, self._leader)
             code = _ended(process, sock)
         with self._lock:
