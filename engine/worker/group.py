@@ -1,7 +1,8 @@
 """The tensors that the processes of a split model exchange.
 
-Gloo listens on the loopback interface alone, unless some ranks are on other hosts, and meets in a file of a folder that
-only the owner may enter. Sums of GPUs go through each other's memory, or through NCCL.
+Where all ranks are on one host, gloo listens on the loopback interface alone and meets in a file of a folder that only
+the owner may enter. With ranks of other hosts it listens on the addresses by which these reach each other, and meets
+through the first rank (`meeting.py`). Sums of GPUs go through each other's memory, or through NCCL.
 """
 
 from __future__ import annotations

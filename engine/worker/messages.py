@@ -154,7 +154,7 @@ class KeyIs(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    pass
+    """Reports that the rank has loaded its part of the weights."""
 
 
 class RankRefused(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -242,13 +242,13 @@ class RankLink:
             joining.keep_alive(self._socket, seconds)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Returns once the kernel has it. OSError where the other process has gone."""
+        """Returns once the kernel has the message. Raises OSError where the other process has gone."""
         data = encode(message)
         with self._sending:
             self._socket.sendall(data)
 
     def receive(self) -> _Message:
-        """Waits for a message. EOFError where the other process has gone."""
+        """Waits for a message. Raises EOFError where the other process has gone."""
         while not self._came:
             data = self._socket.recv(_CHUNK)
             if not data:
@@ -257,14 +257,15 @@ class RankLink:
         return self._came.pop(0)
 
     def next_order(self) -> _Message:
-        """Waits for a message of the first rank, and answers its pings meanwhile. EOFError where it has gone."""
+        """Waits for an order of the first rank, and answers pings until one comes. Raises EOFError where the first rank
+        has gone."""
         while isinstance(order := self.receive(), PingRank):
             self.send(PongRank())
         return order
 
     def send_if_room(self, message: msgspec.Struct) -> None:
-        """Sends a short message, unless another is on its way. Does not wait, but where half of it went. OSError where
-        there is no room, or the other process has gone."""
+        """Sends a short message, unless another one is being sent. Waits only where the kernel took a part of it.
+        Raises OSError where the kernel has no room, or the other process has gone."""
         if self._sending.acquire(blocking=False):
             try:
                 data = encode(message)
