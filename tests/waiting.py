@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,15 @@ async def until(condition: Callable[[], object]) -> float:
 def gone(*pids: int) -> bool:
     """Whether all these processes have ended; one that only waits to be reaped has."""
     return all(map(_gone, pids))
+
+
+def reaped(pid: int) -> bool:
+    """Whether the process has ended, and its parent knows."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _gone(pid: int) -> bool:

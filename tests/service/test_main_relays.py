@@ -21,7 +21,7 @@ from bench.redis_server import free_port
 from service.pb.whippet.v1 import generation_pb2_grpc
 from tests.service.conftest import PATIENCE, STEP, Server, ask, ask_stream
 from tests.service.scraped import page_of
-from tests.waiting import until, wait_for
+from tests.waiting import reaped, until, wait_for
 
 pytestmark = pytest.mark.product
 
@@ -43,14 +43,6 @@ def stubs(server: Server, count: int) -> Iterator[list[Any]]:
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(server.data, options=OWN)) for _ in range(count)]
         yield [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def oom_score(pid: int) -> int:
@@ -96,7 +88,7 @@ def test_live_streams_end_before_the_server_does(serve: Serve, everybody: bool) 
             assert last.HasField("finish")
             assert call.code() is grpc.StatusCode.OK
         assert server.process.wait(PATIENCE) == 0
-        assert all(map(gone, relays))
+        assert all(map(reaped, relays))
 
 
 def test_relays_do_not_outlive_a_front_that_was_killed(serve: Serve) -> None:
@@ -110,7 +102,7 @@ def test_relays_do_not_outlive_a_front_that_was_killed(serve: Serve) -> None:
             with pytest.raises(grpc.RpcError):
                 list(call)
             assert call.code() is grpc.StatusCode.UNAVAILABLE
-        wait_for(lambda: all(map(gone, relays)))
+        wait_for(lambda: all(map(reaped, relays)))
 
 
 @pytest.mark.proof
@@ -146,7 +138,7 @@ def test_a_relay_that_hangs_does_not_keep_a_server_from_ending(serve: Serve) -> 
         hung = server.relay_pids()[0]
         os.kill(hung, signal.SIGSTOP)
         assert server.stop() == 0
-        assert gone(hung)
+        assert reaped(hung)
         assert "a relay does not end by itself" in server.log.read_text()
 
 

@@ -98,5 +98,6 @@ def test_five_per_cent_are_found_on_a_busy_machine_and_nothing_where_nothing_cha
     assert [found(loop, DrawnTime(seed), 0.0) for seed in range(TIMES)] == [False] * TIMES
 
 
-def test_a_sleep_of_half_a_step_is_found_on_the_clock_of_the_thread(loop: LocalModel) -> None:
+def test_a_sleep_of_half_a_step_is_found_on_the_clock_of_the_thread_and_none_where_none_is(loop: LocalModel) -> None:
     assert found(loop, ThreadTime(), 0.5, tolerance=0.1)
+    assert not found(loop, ThreadTime(), 0.0, tolerance=0.1)

@@ -23,16 +23,9 @@ from engine.worker.ranks import Ranks
 from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import make, nothing, settings
 from tests.engine.worker.test_mirror import asked, same
+from tests.waiting import reaped
 
 pytestmark = pytest.mark.product
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 @dataclass
@@ -147,7 +140,7 @@ def test_a_rank_that_hangs_is_noticed_without_any_work(tmp_path: Path) -> None:
     assert lost.wait(120)
     assert ended_by == [0]
     ranks.close()
-    assert gone(ranks.pids[0])
+    assert reaped(ranks.pids[0])
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
@@ -183,7 +176,7 @@ def test_a_rank_that_dies_is_noticed_without_any_work(group: Group) -> None:
     assert group.lost.wait(120)
     assert group.ended_by == [signal.SIGKILL]
     group.ranks.close()
-    assert gone(group.ranks.pids[0])
+    assert reaped(group.ranks.pids[0])
 
 
 def test_who_finds_a_lost_group_second_waits_for_its_end(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from engine.worker.ranks import Ranks
 from tests.engine.conftest import Drive, Request
 from tests.engine.quantized import make, nothing, settings
 from tests.engine.worker.test_mirror import asked, same
-from tests.engine.worker.test_ranks import compare, gone
-from tests.waiting import wait_for
+from tests.engine.worker.test_ranks import compare
+from tests.waiting import reaped, wait_for
 
 pytestmark = pytest.mark.product
 
@@ -94,7 +94,7 @@ def test_two_ranks_on_each_of_two_hosts_have_the_ids_of_one_process(
             assert len(ranks) == 2
             four.close()
             for rank in ranks:
-                wait_for(partial(gone, rank))
+                wait_for(partial(reaped, rank))
     assert children(process.pid) == []
 
 
@@ -144,7 +144,7 @@ def test_a_rank_of_another_host_that_hangs_is_noticed_and_killed_there(host: Oth
             (hung,) = children(process.pid)
             os.kill(hung, signal.SIGSTOP)
             assert group.lost.wait(PATIENCE)
-        wait_for(partial(gone, hung))
+        wait_for(partial(reaped, hung))
 
 
 @pytest.mark.proof
@@ -157,7 +157,7 @@ def test_a_stop_of_the_other_host_ends_the_group(host: OtherHost, drive: Drive, 
         process.terminate()
         assert process.wait(PATIENCE) == 0
         assert group.lost.wait(PATIENCE)
-        wait_for(partial(gone, rank))
+        wait_for(partial(reaped, rank))
 
 
 def test_hosts_with_different_weights_are_not_joined(

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ def say(server: Server, request: pb.GenerateRequest, tenant: str = "acme") -> tu
     return response, str(dict(call.initial_metadata())["x-cache"])
 
 
+def hits(server: Server, request: pb.GenerateRequest, tenant: str = "acme") -> bool:
+    return say(server, read_only(request), tenant)[1] == "hit-response"
+
+
 def tokens(server: Server) -> int:
     return int(server.admin.GetLoad(admin_pb2.GetLoadRequest(), timeout=60, metadata=metadata("acme")).generated_tokens)
 
@@ -102,7 +107,7 @@ def test_same_tenant_hits_and_other_misses_on_both_fronts(pair: tuple[Server, Se
     request = greedy("mine alone", 8)
     text = say(pair[0], request)[0].text
     for server in pair:
-        wait_for(lambda server=server: say(server, read_only(request))[1] == "hit-response")  # type: ignore[misc]
+        wait_for(partial(hits, server, request))
         assert say(server, read_only(request))[0].text == text
         assert say(server, read_only(request), "bravo")[1] == "miss"
 
@@ -112,7 +117,7 @@ def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server])
     for request, tenant in ((mine, "acme"), (theirs, "bravo")):
         say(pair[0], request, tenant)
         for server in pair:
-            wait_for(lambda s=server, r=request, t=tenant: say(s, read_only(r), t)[1] == "hit-response")  # type: ignore[misc]
+            wait_for(partial(hits, server, request, tenant))
     flush = admin_pb2.FlushCacheRequest(tenant="acme")
     assert pair[1].admin.FlushCache(flush, timeout=60, metadata=metadata("acme")).entries >= 1
     for server in pair:
@@ -127,7 +132,7 @@ def test_a_flush_is_in_force_on_every_front_at_once(pair: tuple[Server, Server])
 def test_nothing_readable_lies_in_redis(pair: tuple[Server, Server], redis: RedisServer) -> None:
     request = greedy("a secret question", 8)
     text = say(pair[0], request)[0].text
-    wait_for(lambda: say(pair[1], read_only(request))[1] == "hit-response")
+    wait_for(partial(hits, pair[1], request))
     keys = redis.command("KEYS", "*")
     assert b"r:" in keys
     assert b"secret" not in keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_tenants_never_meet(serve: Serve, redis_server: RedisServer, key_file: P
     tokens = f"--auth.tokens-file={write_tokens(tmp_path)}"
     with serve(*ON, *flags, tokens) as one, serve(*ON, *flags, tokens) as other:
         for server in (one, other):
-            wait_for(lambda server=server: taught(server))  # type: ignore[misc]
+            wait_for(partial(taught, server))
             assert say(server, probe(ALIKE), theirs) == "miss"
             assert say(server, probe(QUESTION), theirs) == "miss"
 
