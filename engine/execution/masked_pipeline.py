@@ -31,7 +31,7 @@ class Grammar(Protocol):
         """Returns whether the next token's mask is there or worth a brief wait."""
 
     def take(self, rows: Rows[Row], found: dict[int, RowResult]) -> dict[int, RowResult]:
-        """Moves on by these tokens. Returns them with those that are forced behind them."""
+        """Moves constraints on by these tokens. Returns the tokens, and behind them those that a constraint forces."""
 
 
 class MaskedPipeline(Pipeline):

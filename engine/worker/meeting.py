@@ -1,5 +1,5 @@
-"""Where ranks leave and find each other's addresses while they connect: a file on one host; with ranks of other hosts
-the first rank keeps them, and is asked over the links that exist."""
+"""Stores the addresses by which ranks connect to each other: on one host in a file; with ranks of other hosts the first
+rank keeps the addresses, and sends them over its links to the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def file_store(folder: Path, ranks: int) -> Any:
 
 
 class Keys:
-    """Holds, in the first rank, what all ranks have left."""
+    """Holds, in the first rank, the values that all ranks have sent."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -39,7 +39,7 @@ class Keys:
             tell(value)
 
     def tell(self, key: str, tell: Callable[[bytes], None]) -> None:
-        """Calls `tell` with the value, now or when it comes."""
+        """Calls `tell` with the value: at once where it is known, else when it comes."""
         with self._changed:
             value = self._values.get(key)
             if value is None:
@@ -62,7 +62,7 @@ class _KeyHolder(Protocol):
 
 
 class AskedKeys:
-    """The keys of the first rank, as another one sees them."""
+    """Reads and writes the keys of the first rank over the link to it."""
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
@@ -72,7 +72,7 @@ class AskedKeys:
         self._link.send(PutKey(key, value))
 
     def get(self, key: str, timeout: float) -> bytes:
-        """Raises EOFError where the first rank has gone, which keeps an eye on the time."""
+        """Waits for the value, for as long as the first rank waits. Raises EOFError where the first rank has gone."""
         with self._one:
             self._link.send(AskKey(key))
             answer = self._link.next_order()

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class RanksOfHost:
-    """All ranks of this host."""
+    """Starts all ranks of this host, and starts each again when it has ended."""
 
     def __init__(self, leader: str, secret: bytes, count: int) -> None:
         self._leader, self._secret, self._count = leader, secret, count
