@@ -9,8 +9,8 @@ bandwidth is what a step must read (weights once, keys and values of all rows) a
 
 `gpus`: `user128`, one stream of 128 tokens in and 512 out; `n64`, 64 of 128 in and out at once; `first4096`, a prompt
 of 4,096. Random ids, greedy, dummy weights. `exchange_share` is the share of a stream's step in which its GPU waits for
-the others: what the step takes beyond the same launches without exchanges, on one rank alone. It can come out below
-zero, since launches without exchanges start their successors earlier, which is not always faster.
+the others: what the step takes beyond the same launches without exchanges, by the device's own clock, on one rank
+alone. Launches start their successors as those that exchange do: after their wait.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from engine.api import GREEDY
 from engine.execution.runner import ModelRunner
 from engine.execution.step_state import Parts
 from engine.kernels.capture import Graphs, device_seconds
-from engine.kernels.launch import launcher_of
+from engine.kernels.launch import Trigger, launcher_of
 from engine.kernels.ring import RING
 from engine.kv.page_pool import PagePool
 from engine.model.layers import few_rows
@@ -180,7 +180,8 @@ def answer(runner: ModelRunner, key: int, prompt: Sequence[int], tokens: int) ->
 
 
 def own_step_seconds(parts: Parts) -> float:
-    """Returns the seconds of a step of one row on this rank, without exchanges."""
+    """Returns the seconds of a step of one row on this rank, without exchanges; its launches start their successors as
+    if they exchanged."""
     weights = replace(parts.step_weights[0], channels=None)
     target = weights.table.device
     pages = -(-(_USER + _TOKENS) // PAGE_SIZE)
@@ -190,7 +191,11 @@ def own_step_seconds(parts: Parts) -> float:
     plan = few_rows.ChainPlan(
         gpu.multiprocessors, dependent=gpu.overlap, longest=512, two_pass=weights.coarse is not None
     )
-    chain, launcher = few_rows.prepare_step(parts.kernels, weights, buffers, plan), launcher_of(target)
+    launcher = launcher_of(target)
+    chain = [
+        one.with_trigger(Trigger.AFTER_WAIT) if one.kernel.name == "linear_residual" else one
+        for one in few_rows.prepare_step(parts.kernels, weights, buffers, plan)
+    ]
 
     def enqueue() -> None:
         for _ in range(_STEPS):

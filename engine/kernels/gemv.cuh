@@ -1,12 +1,13 @@
 // One block's share of a matrix times up to eight vectors: weights stream through shared memory into the tensor cores.
 // A block owns whole rows, so no sum crosses blocks, and the order of every sum is fixed whatever the number of vectors.
 //
-// A tile is eight rows of the matrix, a segment a run of its columns, a stage of the ring one segment of one tile. A warp
-// by itself, the producer, has stages copied; the others, the consumers, split the columns of each stage. The first
-// stages are requested before the kernel waits for its predecessor: few registers and a wave of one block a
-// multiprocessor leave room for several kernels of the chain at once, and the weights of the stages to come travel while
-// those before still compute. No more than WINDOW stages of a block are under way at a time: whatever is asked of memory
-// queues, and a stage's few activations would stand behind the weights of the stages to come.
+// A tile is eight rows of the matrix, a segment a run of its columns, a stage of the ring one segment of one tile. All
+// segments are equal, but that the last may be shorter. A warp by itself, the producer, has stages copied; the others, the
+// consumers, split the columns of each stage. The first stages are requested before the kernel waits for its predecessor:
+// few registers and a wave of one block a multiprocessor leave room for several kernels of the chain at once, and the
+// weights of the stages to come travel while those before still compute. No more than WINDOW stages of a block are under
+// way at a time: whatever is asked of memory queues, and a stage's few activations would stand behind the weights of the
+// stages to come.
 #pragma once
 #include "formats.cuh"
 
@@ -41,6 +42,7 @@ struct Gemv {
     static constexpr int kUnits = COLUMNS / C::kSpan;        // 64 bytes of a row each
     static constexpr int kSegments = ceil_div(kUnits, WARPS * DEPTH);
     static constexpr int kSpan = kSegments > 1 ? WARPS * DEPTH : kUnits;  // units of a segment
+    static constexpr int kLastSpan = kUnits - (kSegments - 1) * kSpan;    // and of the last
     static constexpr int kSets = ceil_div(BATCH, 4);
     static constexpr int kRows = TILES * 8;                               // of a group
     static constexpr int kGroups = ceil_div(BLOCK_TILES, TILES);
@@ -49,8 +51,10 @@ struct Gemv {
     static constexpr int kWindow = WINDOW < kRing ? WINDOW : kRing;       // stages that may be under way
     static constexpr bool kWhole = kRing == kGroups * kStagesOfGroup;     // every stage has a place of its own
     static constexpr bool kFull = Map::kTiles % BLOCK_TILES == 0 && BLOCK_TILES % TILES == 0;  // no group is cut short
-    // Where a warp's activations fit its registers they stay there; else those of one segment, and the next is loaded ahead.
-    static constexpr bool kHoldsX = kSegments == 1 || kSegments * DEPTH * C::kWords * kSets <= 32;
+    // Where a warp's activations fit its registers they stay there; else those of one segment, and the next is loaded ahead:
+    // two segments take no more. Unpacking four bits needs registers of its own.
+    static constexpr int kMostHeld = FORMAT == kInt4 ? 16 : 32;
+    static constexpr bool kHoldsX = kSegments <= 2 || kSegments * DEPTH * C::kWords * kSets <= kMostHeld;
     static constexpr int kHeldSegments = kHoldsX ? kSegments : 1;
     static constexpr int kChains = CHAINS;
     static constexpr long long kStride = (long long)kUnits * 64;          // bytes of a row
@@ -64,7 +68,6 @@ struct Gemv {
     // barrier of the warp; steps of Qwen3-0.6B in four bits are 1.2 % shorter so, of Mistral-7B in eight 0.7 % longer.
     static constexpr bool kEachArrives = OP_EACH_ARRIVES;
     static_assert(COLUMNS % C::kSpan == 0, "columns");
-    static_assert(kSegments == 1 || kUnits % (WARPS * DEPTH) == 0, "segments must be equal");
     static_assert(BATCH >= 1 && BATCH <= 8, "batch");
 
     struct Shared {
@@ -98,25 +101,29 @@ struct Gemv {
 
     __device__ __forceinline__ bool produces() const { return warp == WARPS; }
 
+    __device__ static constexpr int span_of(int segment) {
+        return kLastSpan == kSpan || segment + 1 < kSegments ? kSpan : kLastSpan;
+    }
+
     // Has stage `n` of this block copied to its place in the ring.
     __device__ __forceinline__ void copy_stage(int n, int place) {
-        const int group = n / kStagesOfGroup, segment = n % kStagesOfGroup / TILES;
+        const int group = n / kStagesOfGroup, segment = n % kStagesOfGroup / TILES, span = span_of(segment);
         int tile = n % TILES;
         const int first = first_tile + group * TILES;
         if (!kFull && first + tile >= last_tile) tile = last_tile - 1 - first;  // any will do
         const int row = map.row(first, tile);
         u8* to = ring + place * kStageBytes;
         u64& full = sh.full[place];
-        if (lane == 0) expect_bytes(full, 8 * kRowBytes + kScaleBytes);
+        if (lane == 0) expect_bytes(full, span * (512 + C::kScales * 32));
         __syncwarp();
         if constexpr (C::kPacked) {
             copy_runs<1>(
-                full, kSpan * 512, lane,
+                full, span * 512, lane,
                 [&](int) { return weights + (row / 8) * (8 * kStride) + segment * (kSpan * 512); },
                 [&](int) { return to; });
             if constexpr (kScaleBytes > 0)
                 copy_runs<1>(
-                    full, kScaleBytes, lane,
+                    full, span * (C::kScales * 32), lane,
                     [&](int) {
                         return reinterpret_cast<const u8*>(scales) + (row / 8) * ((long long)kUnits * C::kScales * 32) +
                                segment * kScaleBytes;
@@ -124,7 +131,7 @@ struct Gemv {
                     [&](int) { return to + kTileBytes; });
         } else {
             copy_runs<8>(
-                full, kRowBytes, lane,
+                full, span * 64, lane,
                 [&](int i) { return weights + map.source(row + i) * kStride + segment * kRowBytes; },
                 [&](int i) { return to + i * kRowStride; });
         }
@@ -168,8 +175,8 @@ struct Gemv {
         }
     }
 
-    __device__ __forceinline__ bool has(int depth) const {
-        return kSpan == WARPS * DEPTH || warp * DEPTH + depth < kSpan;
+    __device__ __forceinline__ bool has(int segment, int depth) const {
+        return span_of(segment) == WARPS * DEPTH || warp * DEPTH + depth < span_of(segment);
     }
 
     __device__ __forceinline__ void load_x(Word (&to)[DEPTH], int segment) const {
@@ -181,7 +188,7 @@ struct Gemv {
                 for (int s = 0; s < kSets; ++s) {
                     Pair& q = to[d][i][s];
                     q = Pair{0u, 0u};
-                    if ((lane >> 3) + 4 * s < BATCH && has(d)) {
+                    if ((lane >> 3) + 4 * s < BATCH && has(segment, d)) {
                         const u16* p = activations + u64(4 * s) * COLUMNS + (segment * kSpan + d) * C::kSpan;
                         const u32* words = reinterpret_cast<const u32*>(p + C::x_offset(0, i));
                         q.x = load_shared_state(words);
@@ -205,7 +212,7 @@ struct Gemv {
                                   : TILES % 2 == 0       ? 2
                                                          : 1;
 
-    __device__ __forceinline__ void multiply_segment(Products& products, const Word (&x)[DEPTH]) {
+    __device__ __forceinline__ void multiply_segment(Products& products, const Word (&x)[DEPTH], int segment) {
         const int g = lane >> 2, t = lane & 3;
         constexpr int kUnitBytes = C::kPacked ? 512 : 64;
         const u8* rows = ring + (C::kPacked ? lane * 16 : g * kRowStride + t * 16) + warp * DEPTH * kUnitBytes;
@@ -222,7 +229,7 @@ struct Gemv {
             }
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d)
-                if (has(d)) {
+                if (has(segment, d)) {
 #pragma unroll
                     for (int j = 0; j < kJoint; ++j) {
                         const C chunk(reinterpret_cast<const Quad*>(rows + place[j] * kStageBytes + d * kUnitBytes),
@@ -245,13 +252,13 @@ struct Gemv {
         Products d = {};
         if constexpr (kHoldsX) {
 #pragma unroll
-            for (int segment = 0; segment < kSegments; ++segment) multiply_segment(d, x[segment]);
+            for (int segment = 0; segment < kSegments; ++segment) multiply_segment(d, x[segment], segment);
         } else {
             Word next[DEPTH];
 #pragma unroll 1
             for (int segment = 0; segment < kSegments; ++segment) {
                 load_x(next, segment + 1 < kSegments ? segment + 1 : 0);
-                multiply_segment(d, x[0]);
+                multiply_segment(d, x[0], segment);
 #pragma unroll
                 for (int i = 0; i < DEPTH; ++i)
 #pragma unroll

@@ -14,17 +14,18 @@ from engine.kernels.weights import Format, Matrix
 
 # Runs of eight columns in a lane's part of a unit.
 _WORDS = {Format.BF16: 1, Format.INT8: 2, Format.INT4: 4, Format.INT8_TILES: 2}
-WARPS = 8  # of a block, where the columns allow it
+WARPS = 8  # of a block; with weights of four bits, at least
+_MOST_WARPS = 16  # with one that copies, 17: 96 registers a thread. With one fewer it would be 128.
 _FIXED = 34 << 10  # bytes of shared memory that the kernels declare themselves, at most
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
 _STREAM_WINDOW = 4  # and of one that streams
-_UNEVEN = (
-    1.1  # tiles of a block, rounded up, by how many it needs: beyond, idle multiprocessors cost more than groups of two
-)
+UNDER_WAY = 34 << 10  # bytes under way of a block that streams four bits, or a head's copy
+# Tiles of a block, rounded up, by how many it needs: beyond this, idle multiprocessors cost more than groups of two.
+_UNEVEN = 1.1
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
-_MOST_TILES = 8
+_MOST_TILES, _INTEGER_TILES, _LEAST_TILES = 8, 4, 3  # summed at once: at most, of integers at most, and at least
 MOST_STAGES = 31
 
 
@@ -61,13 +62,14 @@ def units(matrix: Matrix) -> int:
 
 
 def stage_bytes(matrix: Matrix, warps: int, depth: int) -> int:
-    """Shared memory of a stage: eight rows, padded, and their scales."""
+    """Shared memory of a stage: eight rows, padded where they are not packed, and their scales."""
     span = min(units(matrix), warps * depth)
     if matrix.format is Format.INT8_TILES:
         return span * 512
+    if matrix.format is Format.INT4:
+        return _ceil(span * (512 + matrix.format.span // matrix.group * 32), 128) * 128
     row = span * 64
-    scales = matrix.format.span // matrix.group * 32 * span if matrix.format is Format.INT4 else 0
-    return _ceil(8 * (row + (64 if row % 128 == 0 else 0)) + scales, 128) * 128
+    return _ceil(8 * (row + (64 if row % 128 == 0 else 0)), 128) * 128
 
 
 def shared_bytes(matrix: Matrix, how: Tiling) -> int:
@@ -75,19 +77,34 @@ def shared_bytes(matrix: Matrix, how: Tiling) -> int:
 
 
 def choose(
-    matrix: Matrix, multiprocessors: int, *, pairs: bool = False, warps: int = WARPS, shared: int = LARGEST_SHARED
+    matrix: Matrix,
+    multiprocessors: int,
+    *,
+    pairs: bool = False,
+    warps: int | None = None,
+    shared: int = LARGEST_SHARED,
 ) -> Tiling:
-    """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up). `shared`: bytes that a block may ask
-    for, which never change the order of a sum."""
+    """One wave of blocks, equal shares. `pairs`: tiles come in twos (gate and up). `warps`: of a block, else chosen.
+    `shared`: bytes that a block may ask for, which never change the order of a sum."""
     unit = 2 if pairs else 1
     block_tiles = tiles_of_block(matrix.rows, multiprocessors, unit)
-    tiles = max(n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0)
-    warps, depth = divide(matrix, warps)
+    warps, depth = divide(matrix, warps, pairs=pairs)
     size, stages = stage_bytes(matrix, warps, depth), block_tiles * _ceil(units(matrix), warps * depth)
     room = shared - _FIXED
     whole = stages * size <= min(_WHOLE_BYTES, room) and stages <= MOST_STAGES
     ring = stages if whole else min(max(2, min(_STREAM_BYTES, room) // size), stages, MOST_STAGES)
-    return Tiling(warps, depth, block_tiles, tiles, ring, _WINDOW if whole else _STREAM_WINDOW, whole)
+    window = _WINDOW if whole else _STREAM_WINDOW
+    if matrix.format is Format.INT4 and not whole:
+        window = _ceil(UNDER_WAY, size)
+    return Tiling(warps, depth, block_tiles, _tiles_at_once(matrix, block_tiles, unit), ring, window, whole)
+
+
+def _tiles_at_once(matrix: Matrix, block_tiles: int, unit: int) -> int:
+    """Chooses how many tiles are summed at once, so that groups are whole. Unpacking integers needs the registers that
+    more than four tiles would take, but with one or two tiles too few loads are under way."""
+    sizes = [n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0]
+    few = max(n for n in (0, *sizes) if n <= _INTEGER_TILES)
+    return few if matrix.format in (Format.INT8, Format.INT4) and few >= _LEAST_TILES else max(sizes)
 
 
 def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
@@ -98,16 +115,37 @@ def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
     return even
 
 
-def divide(matrix: Matrix, warps: int) -> tuple[int, int]:
-    """Warps and the depth of a segment, so that segments are equal and stages not too large."""
+def divide(matrix: Matrix, warps: int | None = None, *, pairs: bool = False) -> tuple[int, int]:
+    """Chooses the warps of a block, where they are not given, and how many units of a segment each of them has."""
     count, words = units(matrix), _WORDS[matrix.format]
+    if matrix.format is Format.INT4 and warps is None:
+        return _divide_four_bits(count, pairs)
+    warps = warps or WARPS
     if count <= warps * _STAGE_DEPTH and _ceil(count, warps) * words <= 16:
         return warps, _ceil(count, warps)
-    for fewer in (warps, warps // 2, warps // 4, 1):
-        for depth in range(min(_STAGE_DEPTH, 8 // words), 0, -1):
-            if fewer and count % (fewer * depth) == 0:
-                return fewer, depth
-    raise AssertionError("a single warp takes any number of units")
+    depths = range(min(_STAGE_DEPTH, 8 // words), 1, -1)  # with one unit each, stages would be too small
+    even = next((depth for depth in depths if count % (warps * depth) == 0), None)
+    return warps, even or min(depths, key=lambda depth: depth * _ceil(count, warps * depth))
+
+
+def _divide_four_bits(count: int, pairs: bool) -> tuple[int, int]:
+    """Chooses as few segments as the most warps need, then as few warps as these segments need. More warps hide the
+    arithmetic that unpacks four bits; with two units at a time it has the registers that it needs."""
+    one = 2 * _MOST_WARPS  # units of the longest segment
+    if count <= one // 2:
+        return WARPS, _ceil(count, WARPS)
+    if pairs and count == one:  # half as many warps have twice the registers
+        return WARPS, count // WARPS
+    # Activations of two segments stay in registers; more of them are loaded again and again, which needs more of these.
+    segments = _ceil(count, one if count <= 2 * one else one - 2)
+    return max(WARPS, _ceil(count, 2 * segments)), 2
+
+
+def most_units(matrix: Matrix, warps: int) -> int:
+    """Returns how many units of a row the warp with the largest share multiplies."""
+    _, depth = divide(matrix, warps)
+    whole, rest = divmod(units(matrix), warps * depth)
+    return whole * depth + min(rest, depth)
 
 
 def blocks(matrix: Matrix, how: Tiling) -> int:

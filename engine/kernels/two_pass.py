@@ -9,8 +9,8 @@ For a row w, its copy s·q and an activation x (bfloat16, all), with f = 1 / roo
 The first term is exact arithmetic's (Cauchy-Schwarz). γ bounds what float32 adds to either sum, relative to Σ |w·x| ≤
 ‖w‖·‖x‖. A product of the tensor core adds 16 exact products to a sum: it aligns these 17 numbers to the largest, and
 cuts them and the result. At 2^-23 of the largest each, doubled for hardware that keeps a bit less, that is at most 18 ·
-2^-22 of the sum of magnitudes; a warp chains at most its share of the columns / 32 of them (a lane's eight columns go
-to two sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24 each, with the three
+2^-22 of the sum of magnitudes; a warp chains one for every 32 columns of its share (a lane's eight columns go to two
+sums). Chains, halves and warps are then added in at most 16 float32 additions, whose 2^-24 each, with the three
 roundings of f and s, stay below 2^-19. The kernel accounts for what numbers below the normal ones lose, and for sums
 too large to be bounded. Neither pass rounds its result to fewer bits than float32.
 """
@@ -46,9 +46,6 @@ def why_not(head: Matrix) -> str | None:
         return f"the head is {head.format.name.lower()} already: a copy in eight bits would be no smaller"
     if head.columns % _SPAN:
         return f"{head.columns} columns are no multiple of {_SPAN}"
-    warps, _ = tiling.divide(head, tiling.WARPS)
-    if tiling.divide(replace(head, format=Format.INT8_TILES), warps)[0] != warps:
-        return f"{head.columns} columns do not fall to as many warps in eight bits as in sixteen"
     if head.rows * head.columns * 2 < LEAST_BYTES:
         size = head.rows * head.columns * 2 / 2**20
         return f"the head has {size:.1f} MiB: below {LEAST_BYTES >> 20} a second pass costs more than the first saves"
@@ -59,8 +56,9 @@ def copy_bytes(head: Matrix) -> int:
     return -(-head.rows // 8) * 8 * head.columns + 4 * head.rows
 
 
-def gamma(columns: int, warps: int) -> float:
-    return (-(-columns // (32 * warps)) + 1) * 18 * 2.0**-22 + 2.0**-19
+def gamma(head: Matrix, warps: int) -> float:
+    chained = max(tiling.most_units(head, warps), 2 * tiling.most_units(replace(head, format=Format.INT8_TILES), warps))
+    return (chained + 1) * 18 * 2.0**-22 + 2.0**-19
 
 
 def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
@@ -71,7 +69,7 @@ def coarse_copy(head: Matrix, warps: int) -> CoarseCopy:
     copy = CoarseCopy(Matrix(Format.INT8_TILES, -(-rows // 8) * 8, columns, data), margins)
     if device.type == "meta":
         return copy
-    extra = gamma(columns, warps)
+    extra = gamma(head, warps)
     together = max(_VALUES // columns // 8, 1) * 8
     for first in range(0, rows, together):
         weight = head.data[first : first + together].float()

@@ -146,9 +146,6 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
     )
 
 
-HEAD_WINDOW = 34 << 10  # bytes of the head that a block has under way
-
-
 @dataclass(frozen=True, slots=True)
 class ChainPlan:
     """Division and overlap of stages. A stage's name is qkv, output, gate_up, down or head."""
@@ -185,7 +182,7 @@ class ChainPlan:
         plain = self.tiling("head", head)
         how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps, shared=self.shared)
         size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
-        how = replace(how, window=max(2, min(how.ring, HEAD_WINDOW // size)))
+        how = replace(how, window=max(2, min(how.ring, tiling.UNDER_WAY // size)))
         return TwoPasses(head, plain, coarse, how)
 
 

@@ -22,6 +22,14 @@ EPS = 1e-6
 SUMMED = 2e-5  # float32 sums against float64 of the same bf16 inputs
 FORMATS = [(Format.BF16, 0), (Format.INT8, 0), (Format.INT4, 128), (Format.INT4, 64), (Format.INT4, 32)]
 SHAPES = [(4096, 1024), (1024, 2048), (1024, 3072), (264, 256), (1040, 896), (4096, 14336), (4096, 7168)]
+RAGGED = [
+    (4096, 11008),
+    (1024, 4864),
+    (2560, 9728),
+    (264, 2560),
+    (10240, 8192),
+]  # the last of their segments is shorter
+SHAPES += RAGGED
 
 
 def made(form: Format, group: int, rows: int, columns: int) -> tuple[Matrix, torch.Tensor]:
@@ -110,7 +118,9 @@ def test_linear_residual(
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize(("half", "columns"), [(3072, 1024), (136, 256), (14336, 4096), (7168, 4096), (4864, 896)])
+@pytest.mark.parametrize(
+    ("half", "columns"), [(3072, 1024), (136, 256), (14336, 4096), (7168, 4096), (4864, 896), (9728, 2560)]
+)
 @pytest.mark.parametrize(("form", "group"), FORMATS)
 def test_gate_up(
     library: KernelLibrary, launcher: Launcher, form: Format, group: int, half: int, columns: int, batch: int
@@ -157,7 +167,7 @@ def test_head(library: KernelLibrary, launcher: Launcher, form: Format, rows: in
 
 
 @pytest.mark.parametrize(("form", "group"), FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (1024, 3072), (4096, 14336)])
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 1024), (1024, 3072), (4096, 14336), (4096, 11008)])
 def test_a_row_does_not_depend_on_the_batch(
     library: KernelLibrary, launcher: Launcher, form: Format, group: int, rows: int, columns: int
 ) -> None:
@@ -187,7 +197,7 @@ def test_no_number_among_the_logits_is_told(library: KernelLibrary, launcher: La
 
 
 @pytest.mark.parametrize(("form", "group"), FORMATS)
-@pytest.mark.parametrize(("rows", "columns"), [(1040, 896), (4096, 14336), (4096, 7168)])
+@pytest.mark.parametrize(("rows", "columns"), [(1040, 896), (4096, 14336), (4096, 7168), (4096, 11008)])
 def test_linear_of_older_cards(
     older_library: KernelLibrary, launcher: Launcher, form: Format, group: int, rows: int, columns: int
 ) -> None:

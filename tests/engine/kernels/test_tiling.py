@@ -27,11 +27,11 @@ def matrix(form: Format, rows: int, units: int, group: int = 128) -> Matrix:
     st.sampled_from([32, 64, 128]),
     st.sampled_from([1, 8, 46, 108, 132, 144]),
     st.booleans(),
-    st.sampled_from([1, 4, 8, 16]),
+    st.sampled_from([None, 1, 4, 8, 16]),
     st.sampled_from(sorted(set(SHARED.values()))),
 )
 def test_any_product_is_divided_whole(
-    form: Format, rows: int, units: int, group: int, multiprocessors: int, pairs: bool, warps: int, shared: int
+    form: Format, rows: int, units: int, group: int, multiprocessors: int, pairs: bool, warps: int | None, shared: int
 ) -> None:
     rows = rows * 2 if pairs else rows
     what = matrix(form, rows, units, group)
@@ -42,16 +42,41 @@ def test_any_product_is_divided_whole(
     assert tiling.blocks(what, how) <= multiprocessors
     assert tiling.blocks(what, how) * how.block_tiles * 8 >= rows
     assert (tiling.blocks(what, how) - 1) * how.block_tiles * 8 < rows
-    # Columns: one segment that may be uneven, or equal ones.
-    span = how.warps * how.depth
-    assert span >= units or units % span == 0
+    # Columns: no warp has units of a segment more than the kernels have registers for, nor more than there are.
+    assert how.warps == warps or (warps is None and 8 <= how.warps <= 16)
+    assert 1 <= how.depth <= units
+    assert how.depth * {Format.BF16: 1, Format.INT4: 4}.get(form, 2) <= 16
+    assert 1 <= tiling.most_units(what, how.warps) <= units
     # Shared memory, barriers, and enough stages under way.
     assert 1 <= how.ring <= 31
     assert tiling.shared_bytes(what, how) + FIXED <= shared
+    sums = how.warps * 8 * how.tiles * 8 * 4 * (1 if how.tiles == how.block_tiles else 2)
+    assert sums + 2 * 8 * how.ring + 64 <= FIXED
     assert how.window >= 1
     # Sums keep their order whatever room there is.
     most = tiling.choose(what, multiprocessors, pairs=pairs, warps=warps)
     assert replace(most, ring=how.ring, window=how.window, whole=how.whole) == how
+
+
+@pytest.mark.parametrize(
+    ("form", "units", "pairs", "divided"),
+    [
+        (Format.BF16, 152, False, (8, 4)),  # Qwen2.5-0.5B's down projection: the last of five segments is shorter
+        (Format.INT8, 40, False, (8, 3)),
+        (Format.INT4, 16, True, (8, 2)),
+        (Format.INT8, 112, False, (8, 2)),
+        (Format.INT4, 8, False, (8, 1)),
+        (Format.INT4, 28, True, (14, 2)),  # Qwen2.5-7B
+        (Format.INT4, 32, True, (8, 4)),
+        (Format.INT4, 32, False, (16, 2)),
+        (Format.INT4, 56, False, (14, 2)),  # Mistral's down projection, of two ranks
+        (Format.INT4, 86, False, (15, 2)),  # Llama-2-7B's
+        (Format.INT4, 64, True, (16, 2)),  # a 70B's gate and up
+        (Format.INT4, 224, False, (14, 2)),  # and its down projection
+    ],
+)
+def test_columns_of_known_shapes(form: Format, units: int, pairs: bool, divided: tuple[int, int]) -> None:
+    assert tiling.divide(matrix(form, 4096, units), pairs=pairs) == divided
 
 
 def test_the_batch_is_no_argument() -> None:

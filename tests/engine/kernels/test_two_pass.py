@@ -124,7 +124,6 @@ def test_rows_are_any_number_and_lie_as_a_warp_reads_them() -> None:
         (Format.INT8, 151936, 1024, "int8 already"),
         (Format.INT4, 151936, 1024, "int4 already"),
         (Format.BF16, 151936, 1056, "no multiple of 64"),
-        (Format.BF16, 151936, 1088, "as many warps"),
         (Format.BF16, 8192, 256, "4.0 MiB"),
     ],
 )

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpu(2)
 VOCABULARY = 320
 GAP = 0.3  # in logits: what sums of bfloat16 in another order may change
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
-FORMS: dict[str, dict[str, Any]] = {"plain": {}, "awq": {"quantization_config": AWQ}}
+FORMS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {}, "awq": {"quantization_config": AWQ}}
 
 
 def folder(root: Path, form: str) -> Path:
@@ -64,9 +64,9 @@ def asked(request_of: Request, count: int) -> list[GenerationRequest]:
 def test_two_gpus_choose_what_one_may(
     form: str, decoder: str, tmp_path: Path, drive: Drive, request_of: Request
 ) -> None:
-    model = folder(tmp_path, form)
-    whole = prepare(settings(model, decoder="eager"), nothing)
-    runner = build(settings(model, decoder=decoder, tensor_parallel=2), nothing)
+    model, quantization = folder(tmp_path, form), "int8" if form == "int8" else "auto"
+    whole = prepare(settings(model, decoder="eager", quantization=quantization), nothing)
+    runner = build(settings(model, decoder=decoder, quantization=quantization, tensor_parallel=2), nothing)
     assert runner.info.decoder == decoder
     for count in (3, 7, 20):
         requests = asked(request_of, count)
