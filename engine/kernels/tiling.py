@@ -133,7 +133,7 @@ def _divide_four_bits(count: int, pairs: bool) -> tuple[int, int]:
     arithmetic that unpacks four bits; with two units at a time it has the registers that it needs."""
     one = 2 * _MOST_WARPS  # units of the longest segment
     if count <= one // 2:
-        return WARPS, _ceil(count, WARPS)
+        return (WARPS, _ceil(count, WARPS)) if pairs or count <= WARPS else (count, 1)
     if pairs and count == one:  # half as many warps have twice the registers
         return WARPS, count // WARPS
     # Activations of two segments stay in registers; more of them are loaded again and again, which needs more of these.

@@ -64,6 +64,7 @@ def test_any_product_is_divided_whole(
         (Format.BF16, 152, False, (8, 4)),  # Qwen2.5-0.5B's down projection: the last of five segments is shorter
         (Format.INT8, 40, False, (8, 3)),
         (Format.INT4, 16, True, (8, 2)),
+        (Format.INT4, 16, False, (16, 1)),  # Mistral's output projection, of two ranks
         (Format.INT8, 112, False, (8, 2)),
         (Format.INT4, 8, False, (8, 1)),
         (Format.INT4, 28, True, (14, 2)),  # Qwen2.5-7B
