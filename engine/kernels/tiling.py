@@ -20,7 +20,7 @@ _FIXED = 34 << 10  # bytes of shared memory that the kernels declare themselves,
 _WHOLE_BYTES = 112 << 10  # a block's weights are kept whole in shared memory up to this size
 _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they are larger
 _WINDOW = 2  # stages under way of a block that is kept whole
-_STREAM_WINDOW = 4  # and of one that streams
+_STREAM_WINDOW = 4  # and of one that streams more than four bits
 UNDER_WAY = 34 << 10  # bytes under way of a block that streams four bits, or a head's copy
 # Tiles of a block, rounded up, by how many it needs: beyond this, idle multiprocessors cost more than groups of two.
 _UNEVEN = 1.1
@@ -93,9 +93,8 @@ def choose(
     room = shared - _FIXED
     whole = stages * size <= min(_WHOLE_BYTES, room) and stages <= MOST_STAGES
     ring = stages if whole else min(max(2, min(_STREAM_BYTES, room) // size), stages, MOST_STAGES)
-    window = _WINDOW if whole else _STREAM_WINDOW
-    if matrix.format is Format.INT4 and not whole:
-        window = _ceil(UNDER_WAY, size)
+    stream_window = _ceil(UNDER_WAY, size) if matrix.format is Format.INT4 else _STREAM_WINDOW
+    window = _WINDOW if whole else stream_window
     return Tiling(warps, depth, block_tiles, _tiles_at_once(matrix, block_tiles, unit), ring, window, whole)
 
 
@@ -131,13 +130,14 @@ def divide(matrix: Matrix, warps: int | None = None, *, pairs: bool = False) -> 
 def _divide_four_bits(count: int, pairs: bool) -> tuple[int, int]:
     """Chooses as few segments as the most warps need, then as few warps as these segments need. More warps hide the
     arithmetic that unpacks four bits; with two units at a time it has the registers that it needs."""
-    one = 2 * _MOST_WARPS  # units of the longest segment
-    if count <= one // 2:
+    longest = 2 * _MOST_WARPS  # segment, in units
+    if count <= longest // 2:
         return (WARPS, _ceil(count, WARPS)) if pairs or count <= WARPS else (count, 1)
-    if pairs and count == one:  # half as many warps have twice the registers
+    if pairs and count == longest:  # half as many warps have twice the registers
         return WARPS, count // WARPS
-    # Activations of two segments stay in registers; more of them are loaded again and again, which needs more of these.
-    segments = _ceil(count, one if count <= 2 * one else one - 2)
+    # Activations of two segments stay in registers. Those of more are loaded again and again, and one warp fewer leaves
+    # the registers that this takes.
+    segments = _ceil(count, longest if count <= 2 * longest else longest - 2)
     return max(WARPS, _ceil(count, 2 * segments)), 2
 
 
