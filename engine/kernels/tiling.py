@@ -26,6 +26,7 @@ UNDER_WAY = 34 << 10  # bytes under way of a block that streams four bits, or a 
 _UNEVEN = 1.1
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
 _MOST_TILES, _INTEGER_TILES, _LEAST_TILES = 8, 4, 3  # summed at once: at most, of integers at most, and at least
+_MOST_SUMS = 64  # tiles by warps, of each of the two groups whose sums are kept at a time
 MOST_STAGES = 31
 
 
@@ -95,13 +96,18 @@ def choose(
     ring = stages if whole else min(max(2, min(_STREAM_BYTES, room) // size), stages, MOST_STAGES)
     stream_window = _ceil(UNDER_WAY, size) if matrix.format is Format.INT4 else _STREAM_WINDOW
     window = _WINDOW if whole else stream_window
-    return Tiling(warps, depth, block_tiles, _tiles_at_once(matrix, block_tiles, unit), ring, window, whole)
+    tiles = _tiles_at_once(matrix, block_tiles, unit, warps)
+    return Tiling(warps, depth, block_tiles, tiles, ring, window, whole)
 
 
-def _tiles_at_once(matrix: Matrix, block_tiles: int, unit: int) -> int:
+def _tiles_at_once(matrix: Matrix, block_tiles: int, unit: int, warps: int) -> int:
     """Chooses how many tiles are summed at once, so that groups are whole. Unpacking integers needs the registers that
     more than four tiles would take, but with one or two tiles too few loads are under way."""
-    sizes = [n for n in range(unit, _MOST_TILES + 1, unit) if block_tiles % n == 0]
+    sizes = [
+        n
+        for n in range(unit, _MOST_TILES + 1, unit)
+        if block_tiles % n == 0 and n * warps <= _MOST_SUMS * (2 if n == block_tiles else 1)
+    ]
     few = max(n for n in (0, *sizes) if n <= _INTEGER_TILES)
     return few if matrix.format in (Format.INT8, Format.INT4) and few >= _LEAST_TILES else max(sizes)
 
