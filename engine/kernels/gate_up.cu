@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     auto constants = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int row = first * 4 + (g.turn + i * kConsumers) % kWide;
+            const int row = first * 4 + (threadIdx.x + i * kConsumers) % kWide;
             const bool scaled = OP_FORMAT == kInt8 && row < OP_HALF, moved = bias != nullptr && row < OP_HALF;
             gate_scale[i] = scaled ? load_constant(row_scale + row) : 1.f;
             up_scale[i] = scaled ? load_constant(row_scale + OP_HALF + row) : 1.f;
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         if (first == g.first_tile) g.await();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = g.turn + i * kConsumers;
+            const int o = threadIdx.x + i * kConsumers;
             const int m = o / kWide, j = o % kWide, n = (j / 8) * 16 + j % 8, row = first * 4 + j;
             if (m < OP_BATCH && first + j / 4 < g.last_tile) {
                 const float gate = g.total(m, n) * factor[m] * gate_scale[i] + gate_offset[i];
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
                 out[u64(m) * OP_HALF + row] = to_bf16(gate / (1.f + expf(-gate)) * up);
             }
         }
-        g.next_group();
         if constexpr (G::kGroups > 1) constants(first + OP_TILES);
+        g.next_group();
     }
 }

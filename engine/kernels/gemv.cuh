@@ -86,7 +86,6 @@ struct Gemv {
     int warp, lane;
     int slot = 0, buffer = 0;
     u32 parity = 0;
-    int turn = threadIdx.x;  // a consumer's number among those that complete a group's sums
     Word x[kHeldSegments][DEPTH];
 
     __device__ __forceinline__ Gemv(const u8* w, const u32* s, const u16* a, Shared& shared, u8* dynamic, Map rows = {})
@@ -300,9 +299,8 @@ struct Gemv {
         }
     }
 
-    // Few sums take one warp, which the others do not wait for before the group after: each group's are another warp's.
     __device__ __forceinline__ void next_group() {
-        if constexpr (kGroups > 1) buffer ^= 1, turn = turn < 32 ? turn + (WARPS - 1) * 32 : turn - 32;
+        if constexpr (kGroups > 1) buffer ^= 1;
     }
 };
 

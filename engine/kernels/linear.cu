@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     auto constants = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int row = first * 8 + (g.turn + i * kConsumers) % G::kRows;
+            const int row = first * 8 + (threadIdx.x + i * kConsumers) % G::kRows;
             scale[i] = OP_FORMAT == kInt8 && row < OP_ROWS ? load_constant(row_scale + row) : 1.f;
             offset[i] = bias != nullptr && row < OP_ROWS ? load_constant(bias + row) : 0.f;
         }
@@ -41,12 +41,12 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         if (first == g.first_tile) g.await();
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = g.turn + i * kConsumers;
+            const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
             if (m < OP_BATCH && row < OP_ROWS && first + n / 8 < g.last_tile)
                 out[u64(m) * OP_ROWS + row] = g.total(m, n) * factor[m] * scale[i] + offset[i];
         }
-        g.next_group();
         if constexpr (G::kGroups > 1) constants(first + OP_TILES);
+        g.next_group();
     }
 }

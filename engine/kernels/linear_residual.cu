@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     g.fill();
     float scale[kEach], offset[kEach], next_gain[kEach], before[kEach];
     auto row_of = [&](int first, int i) {
-        const int row = first * 8 + (g.turn + i * kConsumers) % G::kRows;
+        const int row = first * 8 + (threadIdx.x + i * kConsumers) % G::kRows;
         return row < OP_ROWS ? row : OP_ROWS - 1;
     };
     auto constants = [&](int first) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
     auto residuals = [&](int first) {
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int m = (g.turn + i * kConsumers) / G::kRows;
+            const int m = (threadIdx.x + i * kConsumers) / G::kRows;
             before[i] = m < OP_BATCH ? load_shared_state(residual + u64(m) * OP_ROWS + row_of(first, i)) : 0.f;
         }
     };
@@ -57,19 +57,19 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
         g.group();
         float v[kEach];
         auto mine = [&](int i) {
-            const int o = g.turn + i * kConsumers;
+            const int o = threadIdx.x + i * kConsumers;
             return o / G::kRows < OP_BATCH && first + o % G::kRows / 8 < g.last_tile;
         };
-        auto slot = [&](int i) { return (first - g.first_tile) * 8 * OP_BATCH + g.turn + i * kConsumers; };
+        auto slot = [&](int i) { return (first - g.first_tile) * 8 * OP_BATCH + int(threadIdx.x) + i * kConsumers; };
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = g.turn + i * kConsumers;
+            const int o = threadIdx.x + i * kConsumers;
             v[i] = mine(i) ? g.total(o / G::kRows, o % G::kRows) * scale[i] + offset[i] : 0.f;
             if (OP_RANKS > 1 && mine(i)) exchange.send(slot(i), __float_as_uint(v[i]));
         }
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
-            const int o = g.turn + i * kConsumers;
+            const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
             if (mine(i)) {
                 if (OP_RANKS > 1) v[i] = exchange.sum(slot(i), v[i]);
@@ -82,10 +82,10 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
             for (int d = 4; d > 0; d >>= 1) square += __shfl_xor_sync(0xFFFFFFFFu, square, d);
             if (mine(i) && n % 8 == 0) squares[m * Map::kTiles + row / 8] = square;
         }
-        g.next_group();
         if constexpr (G::kGroups > 1) {
             if (first + OP_TILES < g.last_tile) constants(first + OP_TILES), residuals(first + OP_TILES);
         }
+        g.next_group();
     }
     if (OP_RANKS > 1 && threadIdx.x == 0) exchange.end();
 }

@@ -25,7 +25,8 @@ UNDER_WAY = 34 << 10  # bytes under way of a block that streams four bits, or a 
 # Tiles of a block, rounded up, by how many it needs: beyond this, idle multiprocessors cost more than groups of two.
 _UNEVEN = 1.1
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
-_MOST_TILES, _INTEGER_TILES, _LEAST_TILES = 8, 4, 3  # summed at once: at most, of integers at most, and at least
+_MOST_TILES = 8  # summed at once
+_FEW_TILES = (3, 4)  # of integers: unpacking needs the registers of more tiles; with fewer, too few loads are under way
 _MOST_SUMS = 64  # tiles by warps, of each of the two groups whose sums are kept at a time
 MOST_STAGES = 31
 
@@ -101,15 +102,15 @@ def choose(
 
 
 def _tiles_at_once(matrix: Matrix, block_tiles: int, unit: int, warps: int) -> int:
-    """Chooses how many tiles are summed at once, so that groups are whole. Unpacking integers needs the registers that
-    more than four tiles would take, but with one or two tiles too few loads are under way."""
+    """Chooses how many tiles are summed at once: the most that give whole groups; of integers only a few, where a few
+    do."""
     sizes = [
         n
         for n in range(unit, _MOST_TILES + 1, unit)
         if block_tiles % n == 0 and n * warps <= _MOST_SUMS * (2 if n == block_tiles else 1)
     ]
-    few = max(n for n in (0, *sizes) if n <= _INTEGER_TILES)
-    return few if matrix.format in (Format.INT8, Format.INT4) and few >= _LEAST_TILES else max(sizes)
+    few = [n for n in sizes if n in _FEW_TILES] if matrix.format in (Format.INT8, Format.INT4) else []
+    return max(few or sizes)
 
 
 def tiles_of_block(rows: int, multiprocessors: int, unit: int = 1) -> int:
@@ -136,9 +137,9 @@ def divide(matrix: Matrix, warps: int | None = None, *, pairs: bool = False) -> 
 def _divide_four_bits(count: int, pairs: bool) -> tuple[int, int]:
     """Chooses as few segments as the most warps need, then as few warps as these segments need. More warps hide the
     arithmetic that unpacks four bits; with two units at a time it has the registers that it needs."""
+    if count <= _MOST_WARPS:
+        return WARPS, _ceil(count, WARPS)
     longest = 2 * _MOST_WARPS  # segment, in units
-    if count <= longest // 2:
-        return (WARPS, _ceil(count, WARPS)) if pairs or count <= WARPS else (count, 1)
     if pairs and count == longest:  # half as many warps have twice the registers
         return WARPS, count // WARPS
     # Activations of two segments stay in registers. Those of more are loaded again and again, and one warp fewer leaves

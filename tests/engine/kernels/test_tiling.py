@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,7 @@ def matrix(form: Format, rows: int, units: int, group: int = 128) -> Matrix:
     st.sampled_from([32, 64, 128]),
     st.sampled_from([1, 8, 46, 108, 132, 144]),
     st.booleans(),
-    st.sampled_from([None, 1, 4, 8]),
+    st.sampled_from([None, 1, 4, 8, 16]),
     st.sampled_from(sorted(set(SHARED.values()))),
 )
 def test_any_product_is_divided_whole(
@@ -46,7 +47,10 @@ def test_any_product_is_divided_whole(
     assert how.warps == warps or (warps is None and 8 <= how.warps <= 16)
     assert 1 <= how.depth <= units
     assert how.depth * {Format.BF16: 1, Format.INT4: 4}.get(form, 2) <= 16
-    assert 1 <= tiling.most_units(what, how.warps) <= units
+    # Segments are equal where they can be.
+    span = how.warps * how.depth
+    if span < units and form is not Format.INT4 and any(units % (how.warps * n) == 0 for n in (2, 3, 4)):
+        assert units % span == 0
     # Shared memory, barriers, and enough stages under way.
     assert 1 <= how.ring <= 31
     assert tiling.shared_bytes(what, how) + FIXED <= shared
@@ -63,8 +67,7 @@ def test_any_product_is_divided_whole(
     [
         (Format.BF16, 152, False, (8, 4)),  # Qwen2.5-0.5B's down projection: the last of five segments is shorter
         (Format.INT8, 40, False, (8, 3)),
-        (Format.INT4, 16, True, (8, 2)),
-        (Format.INT4, 16, False, (16, 1)),  # Mistral's output projection, of two ranks
+        (Format.INT4, 16, False, (8, 2)),
         (Format.INT8, 112, False, (8, 2)),
         (Format.INT4, 8, False, (8, 1)),
         (Format.INT4, 28, True, (14, 2)),  # Qwen2.5-7B
@@ -78,6 +81,14 @@ def test_any_product_is_divided_whole(
 )
 def test_columns_of_known_shapes(form: Format, units: int, pairs: bool, divided: tuple[int, int]) -> None:
     assert tiling.divide(matrix(form, 4096, units), pairs=pairs) == divided
+
+
+@given(st.sampled_from([Format.BF16, Format.INT8_TILES]), st.integers(1, 900), st.sampled_from([1, 4, 8]))
+def test_the_largest_share_of_a_warp_is_counted(form: Format, units: int, warps: int) -> None:
+    what = matrix(form, 4096, units)
+    _, depth = tiling.divide(what, warps)
+    shares = Counter(unit % (warps * depth) // depth for unit in range(units))
+    assert tiling.most_units(what, warps) == max(shares.values())
 
 
 def test_the_batch_is_no_argument() -> None:

@@ -131,6 +131,8 @@ def test_heads_that_would_gain_nothing(form: Format, rows: int, columns: int, wo
     assert words in (two_pass.why_not(Matrix(form, rows, columns, torch.empty(0))) or "")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(151936, 1024), (32000, 4096), (128256, 2048), (262144, 2560)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(151936, 1024), (151936, 1088), (32000, 4096), (128256, 2048), (262144, 2560)]
+)
 def test_heads_that_gain(rows: int, columns: int) -> None:
     assert two_pass.why_not(Matrix(Format.BF16, rows, columns, torch.empty(0))) is None
