@@ -18,12 +18,12 @@ struct Exchange {
     u32 number = 0;
 
     // Before the wait for the kernels before: a load after it would stand behind the weights that are under way.
-    __device__ __forceinline__ Exchange(const u64* boxes, u32* counts, int own, int words, int room)
-        : count(counts + blockIdx.x), rank(own), half(words) {
+    __device__ __forceinline__ Exchange(const u64* boxes, u32* counts, int own, int words, int room, int channel = blockIdx.x)
+        : count(counts + channel), rank(own), half(words) {
         if constexpr (OP_RANKS > 1)
 #pragma unroll
             for (int i = 0; i < OP_RANKS; ++i)
-                inboxes[i] = reinterpret_cast<u64*>(boxes[(own + i) % OP_RANKS]) + u64(blockIdx.x) * room;
+                inboxes[i] = reinterpret_cast<u64*>(boxes[(own + i) % OP_RANKS]) + u64(channel) * room;
     }
 
     // After the wait.
@@ -45,43 +45,58 @@ struct Exchange {
         }
     }
 
-    // `from`: how far the source is from this rank.
-    __device__ __forceinline__ u32 receive(int from, int slot) const {
-        const u64* here = word(0, from, slot);
-        u64 both;
+    // The words of a thread from the rank that is `from` ranks on: of those i for which has(i) is true, at slot(i). All
+    // are asked for before any is looked at.
+    template <int EACH, class Slot, class Has>
+    __device__ __forceinline__ void receive(int from, Slot slot, Has has, u32 (&words)[EACH]) const {
+        u64 both[EACH];
+        bool all;
         do {
-            asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both) : "l"(here) : "memory");
-        } while (u32(both >> 32) != number);
-        return u32(both);
+            all = true;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (has(i))
+                    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(both[i]) : "l"(word(0, from, slot(i))) : "memory");
+#pragma unroll
+            for (int i = 0; i < EACH; ++i)
+                if (has(i)) all = all && u32(both[i] >> 32) == number;
+        } while (!all);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) words[i] = has(i) ? u32(both[i]) : 0u;
     }
 
-    // In the order of the ranks, so that every rank has the same bits.
-    __device__ __forceinline__ float sum(int slot, float own) const {
-        float all[OP_RANKS], v = 0.f;
-        all[0] = own;
+    // What the ranks have for a thread, in their order, so that every rank makes the same bits of it: add(i, word).
+    template <int EACH, class Slot, class Has, class Add>
+    __device__ __forceinline__ void gather(Slot slot, Has has, const u32 (&own)[EACH], Add add) const {
+        u32 theirs[OP_RANKS][EACH];
 #pragma unroll
-        for (int i = 1; i < OP_RANKS; ++i) all[i] = __uint_as_float(receive(i, slot));
+        for (int i = 0; i < EACH; ++i) theirs[0][i] = own[i];
+#pragma unroll
+        for (int r = 1; r < OP_RANKS; ++r) receive(r, slot, has, theirs[r]);
 #pragma unroll
         for (int from = 0; from < OP_RANKS; ++from)
 #pragma unroll
-            for (int i = 0; i < OP_RANKS; ++i)
-                if ((rank + i) % OP_RANKS == from) v += all[i];
-        return v;
+            for (int r = 0; r < OP_RANKS; ++r)
+                if ((rank + r) % OP_RANKS == from)
+#pragma unroll
+                    for (int i = 0; i < EACH; ++i) add(i, theirs[r][i]);
     }
-    // The same of pairs of bf16, the rank's own rounded like the others.
-    __device__ __forceinline__ Float2 sum_pairs(int slot, u32 own) const {
-        u32 all[OP_RANKS];
-        all[0] = own;
+    // Sums of float32, each of a word.
+    template <int EACH, class Slot, class Has>
+    __device__ __forceinline__ void sum(Slot slot, Has has, float (&v)[EACH]) const {
+        u32 own[EACH];
 #pragma unroll
-        for (int i = 1; i < OP_RANKS; ++i) all[i] = receive(i, slot);
-        Float2 v{0.f, 0.f};
+        for (int i = 0; i < EACH; ++i) own[i] = __float_as_uint(v[i]), v[i] = 0.f;
+        gather(slot, has, own, [&](int i, u32 word) { v[i] += __uint_as_float(word); });
+    }
+    // Sums of pairs of bf16, the rank's own rounded like the others.
+    template <int EACH, class Slot, class Has>
+    __device__ __forceinline__ void sum_pairs(Slot slot, Has has, const u32 (&own)[EACH], Float2 (&v)[EACH]) const {
 #pragma unroll
-        for (int from = 0; from < OP_RANKS; ++from)
-#pragma unroll
-            for (int i = 0; i < OP_RANKS; ++i)
-                if ((rank + i) % OP_RANKS == from)
-                    v.x += bf16_to_float(u16(all[i])), v.y += bf16_to_float(u16(all[i] >> 16));
-        return v;
+        for (int i = 0; i < EACH; ++i) v[i] = Float2{0.f, 0.f};
+        gather(slot, has, own, [&](int i, u32 word) {
+            v[i].x += bf16_to_float(u16(word)), v[i].y += bf16_to_float(u16(word >> 16));
+        });
     }
 
     // By one thread, behind a barrier that all which made an Exchange have passed.

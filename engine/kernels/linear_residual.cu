@@ -67,12 +67,12 @@ extern "C" __global__ void __launch_bounds__(G::kThreads, OP_MIN_BLOCKS)
             v[i] = mine(i) ? g.total(o / G::kRows, o % G::kRows) * scale[i] + offset[i] : 0.f;
             if (OP_RANKS > 1 && mine(i)) exchange.send(slot(i), __float_as_uint(v[i]));
         }
+        if constexpr (OP_RANKS > 1) exchange.sum(slot, mine, v);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             const int o = threadIdx.x + i * kConsumers;
             const int m = o / G::kRows, n = o % G::kRows, row = first * 8 + n;
             if (mine(i)) {
-                if (OP_RANKS > 1) v[i] = exchange.sum(slot(i), v[i]);
                 v[i] += before[i];
                 residual[u64(m) * OP_ROWS + row] = v[i];
                 normed[u64(m) * OP_ROWS + row] = to_bf16(v[i] * next_gain[i]);

@@ -77,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u64 row = u64(m) * OP_COLUMNS;
     Float2* kept = reinterpret_cast<Float2*>(residual + row) + threadIdx.x;
     Float2 v[kEach] = {};
+    auto slot = [&](int i) { return int(threadIdx.x) + i * kThreads; };
     auto has = [&](int i) { return column + i * 2 * kThreads < OP_COLUMNS; };
     exchange.begin();
     u32 own[kEach];  // of a split model: this rank's part of the sum, which all ranks round alike
@@ -85,19 +86,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < kEach; ++i) {
             own[i] = pack_bf16(v[i].x, v[i].y);
-            if (has(i)) exchange.send(threadIdx.x + i * kThreads, own[i]);
+            if (has(i)) exchange.send(slot(i), own[i]);
         }
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
         if (has(i)) v[i] = load_shared_state(kept + i * kThreads);
     if constexpr (OP_RANKS > 1) {
+        Float2 all[kEach];
+        exchange.sum_pairs(slot, has, own, all);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i)
-            if (has(i)) {
-                const Float2 all = exchange.sum_pairs(threadIdx.x + i * kThreads, own[i]);
-                v[i].x += all.x, v[i].y += all.y;
-            }
+        for (int i = 0; i < kEach; ++i) v[i].x += all[i].x, v[i].y += all[i].y;
     } else {
         parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
     }

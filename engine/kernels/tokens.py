@@ -10,6 +10,7 @@ import torch
 from engine.kernels import tiling
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
+from engine.kernels.exchange import NO_CHANNELS, Channels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.linear import CHAIN, Normed, matrix_defines, matrix_launch
 from engine.kernels.tiling import Tiling
@@ -29,6 +30,7 @@ class Choice:
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
     assured: torch.Tensor | None = None  # int32 [batch], as `best`: a score that some token reaches; two passes need it
     masks: torch.Tensor | None = None  # int32 [batch, words]: a bit for each token that may be chosen; None: all may
+    arrived: torch.Tensor | None = None  # int32 [1], zero between steps: blocks that are done, of ranks' heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,9 @@ class TwoPasses:
     plain_tiling: Tiling  # as `head` has it: it is part of the order of its sums
     coarse: CoarseCopy
     coarse_tiling: Tiling
+    first_token: int = 0  # of these rows
+    vocabulary: int | None = None  # tokens of all ranks; None: as many as there are rows
+    channels: Channels | None = None  # to the ranks that have the other rows
 
     @property
     def ring_bytes(self) -> int:
@@ -93,7 +98,8 @@ class TwoPasses:
 
 
 def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
-    """Chooses as `head`, but without logits."""
+    """Chooses as `head`, but without logits, and of the rows of all ranks."""
+    batch, channels = x.residual.shape[0], both.channels
     values: dict[str, Argument] = {
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
@@ -101,8 +107,12 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
         "masks": choice.masks,
         "assured": choice.assured,
         "best": choice.best,
+        "first_token": both.first_token,
+        "arrived": choice.arrived,
+        **(channels.values(1, 2 * batch) if channels else NO_CHANNELS),
     }
-    return two_pass_launch(library, "two_pass_head", x, both, values)
+    defines = {"OP_TOKENS": both.vocabulary or both.plain.rows, **(channels.defines() if channels else {})}
+    return two_pass_launch(library, "two_pass_head", x, both, values, **defines)
 
 
 def two_pass_launch(

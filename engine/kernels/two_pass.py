@@ -40,6 +40,12 @@ class CoarseCopy:
     def nbytes(self) -> int:
         return self.matrix.nbytes + self.margins.nbytes
 
+    def rows(self, first: int, last: int) -> CoarseCopy:
+        """Returns the copy of these rows, which are whole tiles but for the last one's end."""
+        tiles = -(-(last - first) // 8)
+        data = self.matrix.data[first // 8 : first // 8 + tiles]
+        return CoarseCopy(replace(self.matrix, rows=8 * tiles, data=data), self.margins[first:last])
+
 
 def why_not(head: Matrix) -> str | None:
     if head.format is not Format.BF16:

@@ -179,12 +179,20 @@ class CapturedSteps(RowSteps):
         gc.collect()  # as for `warmup`
         size = self.sizes[0]
         here = self._bucket(size)
-        plan = replace(self._plan, longest=min(REACHES[1], self._max_context))
-        timed = placement.LayersTimed(self._library, self._chains.launcher, self._weights, plan)
+        timed = self._timed_layers()
         timed.place_row(here.buffers)
         buffers = placement.settled(here.buffers, timed)
         timed.take_away(buffers)
         self._buckets[size] = self._made(buffers, here.rows)
+
+    def ask(self) -> None:
+        """Lists the kernels of `settle` and `warmup`, where the library only notes them."""
+        self.build(self.sizes)
+        self._timed_layers().prepare(self._bucket(self.sizes[0]).buffers)
+
+    def _timed_layers(self) -> placement.LayersTimed:
+        plan = replace(self._plan, longest=min(REACHES[1], self._max_context))
+        return placement.LayersTimed(self._library, self._chains.launcher, self._weights, plan)
 
     def warmup(self, progress: Progress) -> None:
         """Compiles and captures everything, and does each thing once: first times take milliseconds."""
@@ -272,7 +280,7 @@ def why_not(parts: Parts) -> str | None:
 
 def ask(parts: Parts) -> None:
     device = CapturedSteps(parts.kernels, parts.step_weights[0], parts.max_context, parts.max_sequences)
-    device.build(device.sizes)
+    device.ask()
 
 
 class GraphDecode:

@@ -30,6 +30,7 @@ from engine.kernels.tiling import Tiling
 from engine.kernels.tokens import Choice, Fed, FirstNorm, Progress, TwoPasses
 from engine.kernels.two_pass import CoarseCopy
 from engine.kernels.weights import Matrix
+from engine.model.split import WHOLE, Part
 
 MOST_ROWS = 8  # of a step
 
@@ -128,6 +129,7 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
             best=integers(batch, dtype=torch.int64),
             assured=integers(batch),
             logits=floats(batch, weights.head.rows) if logits else None,
+            arrived=integers(1),
         ),
         progress=Progress(
             token=integers(batch),
@@ -177,13 +179,17 @@ class ChainPlan:
         short = self.longest is not None and self.longest <= MANY_TOKENS
         return replace(found, window=1) if stage == "down" and found.whole and short else found
 
-    def two_passes(self, head: Matrix, coarse: CoarseCopy) -> TwoPasses:
-        """As many bytes of the copy are under way as of the plain head."""
+    def two_passes(self, head: Matrix, coarse: CoarseCopy, channels: Channels | None = None) -> TwoPasses:
+        """As many bytes of the copy are under way as of the plain head. `channels`: each rank reads a part of it."""
         plain = self.tiling("head", head)
+        part = WHOLE if channels is None else Part(channels.rank, channels.ranks)
+        own = part.vocabulary(head.rows)
+        coarse = coarse.rows(own.first, own.last)
         how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps, shared=self.shared)
         size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
         how = replace(how, window=max(2, min(how.ring, tiling.UNDER_WAY // size)))
-        return TwoPasses(head, plain, coarse, how)
+        rows = replace(head, rows=own.size, data=head.data[own.first : own.last])
+        return TwoPasses(rows, plain, coarse, how, own.first, head.rows, channels)
 
 
 def prepare_step(
@@ -295,10 +301,12 @@ def _choosing(
     choice = buffers.choice
     if sampled is not None:
         choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
-    both = plan.two_passes(weights.head, weights.coarse) if plan.two_pass and weights.coarse is not None else None
-    if both is not None and sampled is None:
+    coarse = weights.coarse if plan.two_pass else None
+    if coarse is not None and sampled is None:
+        both = plan.two_passes(weights.head, coarse, weights.channels)
         yield tokens.two_pass_head(library, buffers.stream, both, choice, buffers.places)
-    elif both is not None and sampled is not None and plan.within_top:
+    elif coarse is not None and sampled is not None and plan.within_top:
+        both = plan.two_passes(weights.head, coarse)
         yield sampling.two_pass_top(library, buffers.stream, both, sampled, choice.masks, buffers.places)
     else:
         yield tokens.head(library, buffers.stream, weights.head, choice, buffers.places, how)

@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.build import Kernels
 from engine.kernels.capture import Graphs, device_seconds
-from engine.kernels.launch import Enqueues
+from engine.kernels.launch import Enqueues, Launch
 from engine.model.layers.few_rows import ChainPlan, StepBuffers, StepWeights, prepare_layers
 from engine.settings import PAGE_SIZE
 
@@ -48,7 +48,8 @@ class LayersTimed:
     def __init__(self, library: Kernels, launcher: Enqueues, weights: StepWeights, plan: ChainPlan) -> None:
         layer = weights.layers[0]
         size = sum(one.matrix.nbytes for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        self._weights = replace(weights, layers=weights.layers[: max(1, -(-_READ // size))])
+        # Without other ranks: they would wait for one another's places, and each would choose by the worst of them.
+        self._weights = replace(weights, layers=weights.layers[: max(1, -(-_READ // size))], channels=None)
         self._library, self._launcher, self._plan = library, launcher, plan
         self._graphs = Graphs(weights.table.device)
 
@@ -67,9 +68,13 @@ class LayersTimed:
         buffers.places.pages.zero_()
         buffers.places.position.fill_(-1)
 
+    def prepare(self, buffers: StepBuffers) -> tuple[Launch, ...]:
+        """Raises BuildError where a kernel cannot be had."""
+        return prepare_layers(self._library, self._weights, buffers, self._plan)
+
     def __call__(self, buffers: StepBuffers) -> float:
         """Returns the milliseconds that the first layers take."""
-        chain = prepare_layers(self._library, self._weights, buffers, self._plan)
+        chain = self.prepare(buffers)
 
         def enqueue() -> None:
             for _ in range(max(1, _LAUNCHES // len(chain))):

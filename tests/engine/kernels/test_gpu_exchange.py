@@ -1,5 +1,4 @@
-"""Sums over ranks inside kernels. Two streams of one GPU are the ranks here; `tests/engine/worker/test_gpu_ranks.py`
-has two GPUs."""
+"""Sums over ranks inside kernels."""
 
 from __future__ import annotations
 
@@ -9,40 +8,19 @@ import torch
 from engine.kernels import linear as ops
 from engine.kernels import prefill
 from engine.kernels.build import KernelLibrary
-from engine.kernels.exchange import Channels, exchange_sum, inbox_words, sums_by_kernel
-from engine.kernels.launch import Launch, Launcher
+from engine.kernels.exchange import exchange_sum, sums_by_kernel
+from engine.kernels.launch import Launcher
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tiling import choose
 from engine.kernels.weights import to_matrix
 from quant.checkpoint.forms import Dense
+from tests.engine.kernels.side_by_side import channels, side_by_side
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 HIDDEN, COLUMNS = 256, 512  # so few blocks that the ranks run beside each other
 ROUNDS = 50
-
-
-def channels(ranks: int, blocks: int, room: int) -> list[Channels]:
-    inboxes = [torch.zeros(inbox_words(ranks, blocks, room), dtype=torch.int64, device="cuda") for _ in range(ranks)]
-    addresses = torch.tensor([one.data_ptr() for one in inboxes], device="cuda")
-    HELD.extend(inboxes)
-    return [
-        Channels(ranks, rank, addresses, torch.zeros(blocks, dtype=torch.int32, device="cuda"), room)
-        for rank in range(ranks)
-    ]
-
-
-HELD: list[torch.Tensor] = []  # memory that only addresses point to
-
-
-def side_by_side(launcher: Launcher, launches: list[list[Launch]], streams: list[torch.cuda.Stream]) -> None:
-    for stream in streams:
-        stream.wait_stream(torch.cuda.current_stream())
-    for own, stream in zip(launches, streams, strict=True):
-        with torch.cuda.stream(stream):
-            launcher.enqueue([one.alone() for one in own])
-    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -10,12 +10,14 @@ import torch
 from engine.kernels import tokens, two_pass
 from engine.kernels.attention import RowPages
 from engine.kernels.build import KernelLibrary
+from engine.kernels.exchange import Channels
 from engine.kernels.launch import Launch, Launcher
 from engine.kernels.linear import Normed
 from engine.kernels.tokens import Choice
 from engine.kernels.weights import Format, Matrix
 from engine.model.layers.few_rows import ChainPlan
 from engine.sampling.noise import seed_key
+from tests.engine.kernels.side_by_side import channels, side_by_side
 
 pytestmark = pytest.mark.gpu
 
@@ -47,14 +49,21 @@ class Both:
         return found
 
 
-def both(library: KernelLibrary, weight: torch.Tensor, x: Normed, masks: torch.Tensor | None = None) -> Both:
+def both(
+    library: KernelLibrary,
+    weight: torch.Tensor,
+    x: Normed,
+    masks: torch.Tensor | None = None,
+    channels: Channels | None = None,
+) -> Both:
+    """`channels`: the head in two passes is that of one rank."""
     rows, columns = weight.shape
     batch = x.residual.shape[0]
     head = Matrix(Format.BF16, rows, columns, weight)
     plan = ChainPlan(torch.cuda.get_device_properties(0).multi_processor_count)
     how = plan.tiling("head", head)
     coarse = two_pass.coarse_copy(head, how.warps)
-    passes = plan.two_passes(head, coarse)
+    passes = plan.two_passes(head, coarse, channels)
     choice = Choice(
         torch.tensor(TEMPERATURES[:batch], device="cuda"),
         torch.tensor([seed_key(seed) for seed in range(batch)], device="cuda"),
@@ -62,6 +71,7 @@ def both(library: KernelLibrary, weight: torch.Tensor, x: Normed, masks: torch.T
         assured=torch.zeros(batch, dtype=torch.int32, device="cuda"),
         logits=torch.zeros(batch, rows, device="cuda"),
         masks=masks,
+        arrived=torch.zeros(1, dtype=torch.int32, device="cuda"),
     )
     position = torch.arange(batch, dtype=torch.int32, device="cuda") * 7 + 3
     position[6:7] = -1
@@ -120,6 +130,32 @@ def test_what_a_mask_bars_is_never_chosen(
             left = one.choice.logits[row].masked_fill(~open_[row], -torch.inf)
             assert int(found[row]) == 0 if not open_[row].any() else ~int(found[row]) & 0xFFFFFFFF == int(left.argmax())
         assert all(open_[row, ~int(key) & 0xFFFFFFFF] for row, key in enumerate(found.tolist()) if key and row % 8 != 6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("rows", "columns"), [(32000, 4096), (1003, 896), (77, 64)])
+def test_all_ranks_have_the_best_of_the_whole_head(
+    library: KernelLibrary, launcher: Launcher, rows: int, columns: int, batch: int, ranks: int
+) -> None:
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    x = stream(batch, columns)
+    weight = (torch.randn(rows, columns, device="cuda") * columns**-0.5).bfloat16()
+    masks = torch.full((batch, -(-rows // 32)), -1, dtype=torch.int32, device="cuda")
+    each = [both(library, weight, x, masks, own) for own in channels(ranks, 1, 16)]
+    live = torch.arange(batch, device="cuda") % 8 != 6
+    for number in range(40):
+        fill(x)
+        if number == 20:
+            masks.random_(-(1 << 31), 1 << 31)
+        wanted = each[0].keys(launcher, each[0].plain)
+        for one in each:
+            assert one.choice.assured is not None
+            one.choice.best.zero_()
+            one.choice.assured.zero_()
+        side_by_side(launcher, [[one.passes] for one in each], streams)
+        for one in each:
+            assert torch.equal(one.choice.best[live], wanted[live])
 
 
 FACTORS = {"tiny": 1e-30, "denormal": 1e-39, "zeros": 0.0}

@@ -31,13 +31,14 @@ from tests.engine.worker.test_ranks import same_pages
 pytestmark = pytest.mark.gpu(2)
 
 VOCABULARY = 320
+MANY = 70_004  # tokens, whose head is read in two passes; the second rank has fewer than the first
 GAP = 0.3  # in logits: what sums of bfloat16 in another order may change
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 FORMS: dict[str, dict[str, Any]] = {"plain": {}, "int8": {}, "awq": {"quantization_config": AWQ}}
 
 
-def folder(root: Path, form: str) -> Path:
-    config = {**KERNELS_TRIAL, "intermediate_size": 512, "vocab_size": VOCABULARY, **FORMS[form]}
+def folder(root: Path, form: str, vocabulary: int = VOCABULARY) -> Path:
+    config = {**KERNELS_TRIAL, "intermediate_size": 512, "vocab_size": vocabulary, **FORMS[form]}
     (root / "config.json").write_text(json.dumps(config))
     return root
 
@@ -94,10 +95,12 @@ def test_pages_of_two_gpus_are_those_of_one(tmp_path: Path) -> None:
     two.close()
 
 
+@pytest.mark.parametrize("vocabulary", [VOCABULARY, MANY])
 def test_launches_without_graphs_and_switches_choose_the_same(
-    tmp_path: Path, drive: Drive, request_of: Request
+    vocabulary: int, tmp_path: Path, drive: Drive, request_of: Request
 ) -> None:
-    runner = build(settings(folder(tmp_path, "plain"), tensor_parallel=2), nothing)
+    runner = build(settings(folder(tmp_path, "plain", vocabulary), tensor_parallel=2), nothing)
+    assert ("two_pass_head" in {one.name for one in runner.info.unused}) == (vocabulary == VOCABULARY)
     requests = asked(request_of, 6)
     expected = ids(runner, requests, drive)
     for name in ("graphs", "two_pass_head"):
