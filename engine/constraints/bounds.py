@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
@@ -51,7 +52,7 @@ class OutOfBounds(ValueError):
 class _Rule:
     place: str
     depth: int = 1  # levels of nesting inside the rule itself
-    uses: set[str] = field(default_factory=set)
+    uses: dict[str, None] = field(default_factory=dict)  # in order: the same place is named in every process
 
 
 def check_grammar(grammar: str) -> None:
@@ -91,7 +92,7 @@ def check_schema(schema: Any) -> None:
     """Raises OutOfBounds, whose text has a JSON pointer to the place."""
     pointers: set[str] = set()
     anchors: dict[str, str] = {}
-    references: set[str] = set()
+    references: dict[str, None] = {}
     values = 0
     for pointer, depth, value in _walk(schema):
         pointers.add(pointer)
@@ -103,7 +104,7 @@ def check_schema(schema: Any) -> None:
         if isinstance(value, dict):
             _check_patterns(pointer, value)
             anchors |= {value[name]: pointer for name in _ANCHORS if isinstance(value.get(name), str)}
-            references |= set(_referred(value))
+            references |= dict.fromkeys(_referred(value))
     _check_chains(_definitions(schema, pointers, anchors, references), "definitions that refer to each other")
 
 
@@ -239,10 +240,10 @@ def _rules(text: str, gbnf: bool) -> dict[str, _Rule]:
             names.append((lexeme[0].lstrip("!?"), lexeme.start()))
         elif kind == "define" and names:
             name, begin = _defined(names, text, gbnf)
-            rule.uses.update(used for used, _ in names)
+            rule.uses.update(dict.fromkeys(used for used, _ in names))
             names, open_ = [], 0
             rule = found.setdefault(name, _Rule(_place(text, begin)))
-    rule.uses.update(used for used, _ in names)
+    rule.uses.update(dict.fromkeys(used for used, _ in names))
     return found
 
 
@@ -305,7 +306,9 @@ def _referred(value: dict[str, Any]) -> list[str]:
     return [value[name] for name in _REFERENCES if isinstance(value.get(name), str)]
 
 
-def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], references: set[str]) -> dict[str, _Rule]:
+def _definitions(
+    schema: Any, pointers: set[str], anchors: dict[str, str], references: Iterable[str]
+) -> dict[str, _Rule]:
     """The whole schema and every place that has an anchor or is referred to. A reference with an unknown target counts
     as one to each."""
     targets: dict[str, tuple[str, ...]] = {}
@@ -314,7 +317,8 @@ def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], refer
         named = anchors.get(reference) or anchors.get(pointer.lstrip("#"))
         known = pointer if pointer in pointers else named
         targets[reference] = (known,) if known else ()
-    found = {one: _Rule(f"at {_excerpt(one)}") for one in {"#", *anchors.values(), *sum(targets.values(), ())}}
+    names = dict.fromkeys(("#", *anchors.values(), *chain(*targets.values())))
+    found = {one: _Rule(f"at {_excerpt(one)}") for one in names}
     around: dict[str, tuple[tuple[str, int], ...]] = {}  # by pointer: the places of `found` around it, and their depths
     for pointer, depth, value in _walk(schema):
         outside = around.get(pointer.rpartition("/")[0], ())
@@ -323,7 +327,7 @@ def _definitions(schema: Any, pointers: set[str], anchors: dict[str, str], refer
         for name, begin in inside:
             found[name].depth = max(found[name].depth, 1 + depth - begin)
             for reference in used:
-                found[name].uses.update(targets[reference] or found)
+                found[name].uses.update(dict.fromkeys(targets[reference] or found))
     return found
 
 

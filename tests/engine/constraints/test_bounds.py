@@ -57,7 +57,7 @@ BEYOND: dict[str, tuple[Any, str]] = {
     "definitions": (reference_chain(400), "/$defs/d339"),
     "anchors": (reference_chain(400, "#d{}"), "/$defs/d339"),
     "escaped references": (reference_chain(400, "#/%24defs/d{}"), "/$defs/d339"),
-    "references with an address": (reference_chain(400, "https://a.b/#d{}"), "/$defs"),
+    "references with an address": (reference_chain(400, "https://a.b/#d{}"), "/$defs/d341"),
     "a deep schema": (json.loads('{"items":' * 100 + "{}" + "}" * 100), "/items/items"),
     "a wide schema": ({"enum": [*range(40_000)]}, "more than 32768 values"),
     "a pattern in it": ({"items": {"pattern": "(" * 101}}, "/items/pattern"),
