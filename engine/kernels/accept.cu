@@ -5,7 +5,7 @@
 // An entry of the ring is (count << 32) | (proposed << 28) | (flags << 24) | token, as `advance` has them; each step ends
 // with one without kMore, and that alone says how many were proposed. A sequence without pages for its newest token was
 // not fed: it tells an entry without a token, and stays.
-#include "common.cuh"
+#include "exchange.cuh"
 
 constexpr int kMaxStops = 8;
 constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4, kMore = 8;
@@ -14,7 +14,8 @@ static_assert(OP_GROUP >= 1 && OP_GROUP <= 8 && OP_LAID >= OP_GROUP, "rows");
 // One warp a sequence, one lane a row.
 extern "C" __global__ void __launch_bounds__(32)
     accept(u64* best, u32* assured, const int* token, const int* position, const int* last_position, const int* stops,
-           int* newest, u32* count, int* history, int most_tokens, u64* ring, int ring_size, int trigger) {
+           int* newest, u32* count, int* history, int most_tokens, u64* ring, int ring_size,
+           const u64* inboxes, u32* counts, int rank, int half, int room, int trigger) {
     const int s = blockIdx.x, i = threadIdx.x, fed = s * OP_LAID + i, chosen = s * OP_GROUP + i;
     const bool row = i < OP_GROUP;
     if (trigger == 0) let_next_start();
@@ -22,11 +23,18 @@ extern "C" __global__ void __launch_bounds__(32)
 #pragma unroll
     for (int j = 0; j < kMaxStops; ++j) stop[j] = stops[s * kMaxStops + j];
     const int last = last_position[s];
+    Exchange exchange(inboxes, counts, rank, half, room);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const int pos = row ? load_shared_state(position + fed) : -1;
     const int given = row ? load_shared_state(token + fed) : -1;
-    const u64 key = row ? load_shared_state(best + chosen) : 0;
+    u64 key = row ? load_shared_state(best + chosen) : 0;
+    if constexpr (OP_RANKS > 1) {  // each has looked in its part of the vocabulary
+        exchange.begin();
+        if (row) key = exchange.largest(3 * i, key);
+        __syncwarp();
+        if (i == 0) exchange.end();
+    }
     const int stands = load_shared_state(newest + s);
     const u32 before = load_shared_state(reinterpret_cast<const int*>(count + s));
     if (row) best[chosen] = 0;

@@ -30,13 +30,18 @@ __device__ __forceinline__ void lay_out(float v, int n, float gain, float* resid
     }
 }
 
+// All of a thread's values are asked for before any is laid out: a load would wait for the stores before it.
 template <int THREADS>
 __device__ __forceinline__ void embed(const u16* table, int token, const Gains<THREADS>& gain, float* residual, u16* normed,
                                       float* squares, int m) {
+    constexpr int kEach = Gains<THREADS>::kEach;
+    u16 row[kEach];
 #pragma unroll
-    for (int i = 0; i < Gains<THREADS>::kEach; ++i) {
+    for (int i = 0; i < kEach; ++i) {
         const int n = threadIdx.x + i * THREADS;
-        const float v = n < OP_COLUMNS ? embedding_value(table[u64(token) * OP_COLUMNS + n]) : 0.f;
-        lay_out(v, n, gain.of[i], residual, normed, squares, m);
+        row[i] = n < OP_COLUMNS ? table[u64(token) * OP_COLUMNS + n] : u16(0);
     }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+        lay_out(embedding_value(row[i]), threadIdx.x + i * THREADS, gain.of[i], residual, normed, squares, m);
 }

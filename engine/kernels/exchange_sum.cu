@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kEach; ++i) word[i] = has(i) ? load_shared_state(own + slot(i)) : 0u;
         if constexpr (OP_PAIRS) {
             Float2 all[kEach];
-            exchange.sum_pairs(slot, has, word, all);
+            exchange.sum_pairs<1>(slot, has, word, all);
 #pragma unroll
             for (int i = 0; i < kEach; ++i) word[i] = pack_bf16(all[i].x, all[i].y);
         } else {

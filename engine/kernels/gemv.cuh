@@ -205,9 +205,12 @@ struct Gemv {
 
     using Products = float[TILES][kChains][kSets][4];
 
-    // Tiles whose stages are awaited together, so that their products overlap.
+    // Tiles whose stages are awaited together, so that their products overlap: four of a head's copy, where the ring holds
+    // as many stages several times over.
+    static constexpr bool kFour = FORMAT == kInt8Tiles && TILES % 4 == 0 && kRing >= 12;
     static constexpr int kJoint = kSets > 1              ? 1
                                   : kWhole && DEPTH == 1 ? TILES
+                                  : kFour                ? 4
                                   : TILES % 3 == 0       ? 3
                                   : TILES % 2 == 0       ? 2
                                                          : 1;

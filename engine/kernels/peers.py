@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import torch
 
-WORD: Final = 8  # bytes
+WORD: Final = 4  # bytes
+NONE: Final = 0xFFFFFFFF  # a place without a word, as in `exchange.cuh`
 HANDLE: Final = 64  # bytes
 _PAGE: Final = 2 << 20  # bytes; smaller allocations may share one, which a handle names whole
 
@@ -24,11 +25,12 @@ def _driver() -> Any:
 
 
 def allocate(words: int) -> int:
-    """Allocates zeroed memory of the GPU for as long as the process lives. Returns its address. Raises NoPeers."""
+    """Allocates empty places in the GPU's memory for as long as the process lives. Returns the address. Raises
+    NoPeers."""
     driver, size = _driver(), -(-words * WORD // _PAGE) * _PAGE
     status, address = driver.cuMemAlloc(size)
     _check(driver, status)
-    _check(driver, *driver.cuMemsetD32(address, 0, size // 4))
+    _check(driver, *driver.cuMemsetD32(address, NONE, size // WORD))
     torch.cuda.synchronize()
     return int(address)
 

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import NO_CHANNELS, Channels
+from engine.kernels.exchange import NO_CHANNELS, Channels, norm_words
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
@@ -87,7 +87,7 @@ def add_norm(
         "x": stream.x,
         "eps": stream.eps,
         **product.values(),
-        **(channels.values(tokens, hidden // 2) if channels else NO_CHANNELS),
+        **(channels.values(tokens, norm_words(hidden)) if channels else NO_CHANNELS),
     }
     return _of_stream(library, "add_norm", stream, values, channels.defines() if channels else {}, split=product.split)
 

@@ -6,6 +6,7 @@
 
 constexpr int kThreads = 256;
 constexpr int kEach = ceil_div(OP_COLUMNS, 2 * kThreads);  // pairs of a thread
+constexpr int kFours = ceil_div(kEach, 4);
 static_assert(OP_COLUMNS % 8 == 0, "columns");
 
 // A thread's of the norm: weights, so they are asked for before the launch waits.
@@ -50,15 +51,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_for_previous();
     if (trigger == 1) let_next_start();
     const int m = blockIdx.x, token = m < place[0] ? tokens[m] : 0;
-    Float2 v[kEach] = {};
+    u32 row[kEach];  // all of it is asked for before any is stored: a load would wait for the stores before it
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int n = 2 * (threadIdx.x + i * kThreads);
-        if (n < OP_COLUMNS) {
-            const u32 both = *reinterpret_cast<const u32*>(table + u64(token) * OP_COLUMNS + n);
-            v[i] = Float2{embedding_value(u16(both)), embedding_value(u16(both >> 16))};
-            *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
-        }
+        row[i] = n < OP_COLUMNS ? *reinterpret_cast<const u32*>(table + u64(token) * OP_COLUMNS + n) : 0u;
+    }
+    Float2 v[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int n = 2 * (threadIdx.x + i * kThreads);
+        v[i] = Float2{embedding_value(u16(row[i])), embedding_value(u16(row[i] >> 16))};
+        if (n < OP_COLUMNS) *reinterpret_cast<Float2*>(residual + u64(m) * OP_COLUMNS + n) = v[i];
     }
     norm(v, gains, eps, x);
 }
@@ -77,24 +81,23 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u64 row = u64(m) * OP_COLUMNS;
     Float2* kept = reinterpret_cast<Float2*>(residual + row) + threadIdx.x;
     Float2 v[kEach] = {};
-    auto slot = [&](int i) { return int(threadIdx.x) + i * kThreads; };
     auto has = [&](int i) { return column + i * 2 * kThreads < OP_COLUMNS; };
     exchange.begin();
-    u32 own[kEach];  // of a split model: this rank's part of the sum, which all ranks round alike
+    auto slot = [&](int i) { return 4 * (int(threadIdx.x) + i * kThreads); };
+    u32 own[4 * kFours] = {};  // of a split model: this rank's part of the sum, which all ranks round alike
     if constexpr (OP_RANKS > 1) {
         parts.pairs<kEach>(v, row + column, column, 2 * kThreads, OP_COLUMNS);
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-            own[i] = pack_bf16(v[i].x, v[i].y);
-            if (has(i)) exchange.send(slot(i), own[i]);
-        }
+        for (int i = 0; i < kEach; ++i) own[i] = pack_bf16(v[i].x, v[i].y);
+#pragma unroll
+        for (int i = 0; i < kFours; ++i) exchange.send_four(slot(i), own + 4 * i);
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
         if (has(i)) v[i] = load_shared_state(kept + i * kThreads);
     if constexpr (OP_RANKS > 1) {
-        Float2 all[kEach];
-        exchange.sum_pairs(slot, has, own, all);
+        Float2 all[4 * kFours];
+        exchange.sum_pairs<4>(slot, [](int) { return true; }, own, all);
 #pragma unroll
         for (int i = 0; i < kEach; ++i) v[i].x += all[i].x, v[i].y += all[i].y;
     } else {

@@ -13,8 +13,9 @@ import torch
 
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
+from engine.kernels.exchange import Channels
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
-from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, embedding
+from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, best_of_ranks, embedding
 
 MORE, PARKED = 8, 12  # flags of a ring entry: the same step tells another; it was not fed, having no page
 _THREADS, _DRAFT_THREADS = 1024, 256
@@ -55,8 +56,16 @@ def allocate(sequences: int, laid: int, most_tokens: int, ring: int, device: tor
     )
 
 
-def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, group: int) -> Launch:
-    """Moves the tokens chosen for `group` rows a sequence into the state, as far as the next row was fed them."""
+def accept(
+    library: Kernels,
+    choice: Choice,
+    state: Verified,
+    places: RowPages,
+    group: int,
+    channels: Channels | None = None,
+) -> Launch:
+    """Moves the tokens chosen for `group` rows a sequence into the state, as far as the next row was fed them.
+    `channels`: the best of all ranks is chosen."""
     sequences = state.newest.shape[0]
     values: dict[str, Argument] = {
         "best": choice.best,
@@ -71,9 +80,11 @@ def accept(library: Kernels, choice: Choice, state: Verified, places: RowPages, 
         "most_tokens": state.history.shape[1],
         "ring": state.ring,
         "ring_size": state.ring.shape[1],
+        **best_of_ranks(channels, sequences, group),
         "trigger": int(Trigger.AT_ENTRY),
     }
-    kernel = library.kernel("accept", "accept", {"OP_GROUP": group, "OP_LAID": state.laid})
+    defines = {"OP_GROUP": group, "OP_LAID": state.laid, **(channels.defines() if channels else {})}
+    kernel = library.kernel("accept", "accept", defines)
     return prepare(kernel, Shape((sequences, 1, 1), 32), values)
 
 

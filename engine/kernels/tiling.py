@@ -7,7 +7,7 @@ at once, a stage one segment of one tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.kernels.gpu import LARGEST_SHARED
 from engine.kernels.weights import Format, Matrix
@@ -22,6 +22,8 @@ _STREAM_BYTES = 106 << 10  # and stream through a ring of this size where they a
 _WINDOW = 2  # stages under way of a block that is kept whole
 _STREAM_WINDOW = 4  # and of one that streams more than four bits
 UNDER_WAY = 34 << 10  # bytes under way of a block that streams four bits, or a head's copy
+_COPY_GROUP = 128 << 10  # bytes of the tiles of a head's copy that are summed at once, at most
+_PADDED = 1.02  # tiles of a block, rounded up for larger groups, by how many the smaller ones need, at most
 # Tiles of a block, rounded up, by how many it needs: beyond this, idle multiprocessors cost more than groups of two.
 _UNEVEN = 1.1
 _STAGE_DEPTH = 4  # units a warp has of a stage, where weights stream
@@ -99,6 +101,21 @@ def choose(
     window = _WINDOW if whole else stream_window
     tiles = _tiles_at_once(matrix, block_tiles, unit, warps)
     return Tiling(warps, depth, block_tiles, tiles, ring, window, whole)
+
+
+def choose_copy(matrix: Matrix, multiprocessors: int, warps: int, shared: int = LARGEST_SHARED) -> Tiling:
+    """Divides the coarse copy of a head, whose sums may have any order.
+
+    The tiles that are summed at once have a bounded size: the larger it is, the later the last sums end; the smaller,
+    the more often warps wait for each other. As many bytes are under way as of the plain head.
+    """
+    found = choose(matrix, multiprocessors, warps=warps, shared=shared)
+    sizes = [size for size in (8, 4, 2) if size * 8 * matrix.columns <= _COPY_GROUP][:2] or [1]
+    needed = _ceil(_ceil(matrix.rows, 8), multiprocessors)
+    padded = [size * _ceil(needed, size) for size in sizes]
+    tiles, block_tiles = next(both for both in zip(sizes, padded, strict=True) if both[1] <= _PADDED * min(padded))
+    window = max(2, min(found.ring, UNDER_WAY // stage_bytes(matrix, warps, found.depth)))
+    return replace(found, block_tiles=block_tiles, tiles=tiles, window=window)
 
 
 def _tiles_at_once(matrix: Matrix, block_tiles: int, unit: int, warps: int) -> int:

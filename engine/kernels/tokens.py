@@ -19,6 +19,7 @@ from engine.kernels.weights import Matrix
 
 MAX_STOPS = 8
 STOPPED, FULL, NO_TOKEN = 1, 2, 4  # flags of a ring entry
+KEY_WORDS = 3  # of an exchange
 _THREADS = 256
 
 
@@ -30,7 +31,6 @@ class Choice:
     logits: torch.Tensor | None = None  # float32 [batch, vocabulary]; None: they are not kept
     assured: torch.Tensor | None = None  # int32 [batch], as `best`: a score that some token reaches; two passes need it
     masks: torch.Tensor | None = None  # int32 [batch, words]: a bit for each token that may be chosen; None: all may
-    arrived: torch.Tensor | None = None  # int32 [1], zero between steps: blocks that are done, of ranks' heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,6 @@ class TwoPasses:
     coarse_tiling: Tiling
     first_token: int = 0  # of these rows
     vocabulary: int | None = None  # tokens of all ranks; None: as many as there are rows
-    channels: Channels | None = None  # to the ranks that have the other rows
 
     @property
     def ring_bytes(self) -> int:
@@ -98,8 +97,7 @@ class TwoPasses:
 
 
 def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, places: RowPages) -> Launch:
-    """Chooses as `head`, but without logits, and of the rows of all ranks."""
-    batch, channels = x.residual.shape[0], both.channels
+    """Chooses as `head`, but without logits."""
     values: dict[str, Argument] = {
         "temperature": choice.temperature,
         "noise_key": choice.noise_key,
@@ -108,11 +106,8 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
         "assured": choice.assured,
         "best": choice.best,
         "first_token": both.first_token,
-        "arrived": choice.arrived,
-        **(channels.values(1, 2 * batch) if channels else NO_CHANNELS),
     }
-    defines = {"OP_TOKENS": both.vocabulary or both.plain.rows, **(channels.defines() if channels else {})}
-    return two_pass_launch(library, "two_pass_head", x, both, values, **defines)
+    return two_pass_launch(library, "two_pass_head", x, both, values, OP_TOKENS=both.vocabulary or both.plain.rows)
 
 
 def two_pass_launch(
@@ -153,8 +148,16 @@ def scale_defines(scale: float) -> dict[str, int]:
     return {} if scale == 1.0 else {"OP_EMBEDDING_SCALE": int.from_bytes(struct.pack("<f", scale), "little")}
 
 
-def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:
-    """Moves the chosen tokens into the state, reports and embeds them."""
+def advance(
+    library: Kernels,
+    choice: Choice,
+    progress: Progress,
+    places: RowPages,
+    first: FirstNorm,
+    channels: Channels | None = None,
+) -> Launch:
+    """Moves the chosen tokens into the state, reports and embeds them. `channels`: the best of all ranks is chosen."""
+    rows = progress.token.shape[0]
     values: dict[str, Argument] = {
         "best": choice.best,
         "assured": choice.assured,
@@ -166,10 +169,16 @@ def advance(library: Kernels, choice: Choice, progress: Progress, places: RowPag
         "ring": progress.ring,
         "ring_size": progress.ring.shape[1],
         **embedding(first),
+        **best_of_ranks(channels, rows, 1),
         "trigger": int(Trigger.AT_ENTRY),
     }
-    kernel = library.kernel("advance", "advance", first.defines)
-    return prepare(kernel, Shape((progress.token.shape[0], 1, 1), _THREADS), values)
+    kernel = library.kernel("advance", "advance", first.defines | (channels.defines() if channels else {}))
+    return prepare(kernel, Shape((rows, 1, 1), _THREADS), values)
+
+
+def best_of_ranks(channels: Channels | None, blocks: int, rows: int) -> dict[str, Argument]:
+    """Returns the arguments by which blocks of as many rows each take the best of all ranks."""
+    return channels.values(blocks, KEY_WORDS * rows) if channels else NO_CHANNELS
 
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:

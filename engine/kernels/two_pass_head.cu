@@ -7,43 +7,14 @@
 // multiplies those of its rows again whose upper bound reaches it, from the matrix itself, in the tiles and the order of
 // sums that `head` has. The true best is always among them; that the others may differ from run to run shows nowhere.
 //
-// Each rank of a split model does so for a part of the vocabulary, from `first_token` on. The block that is last to be
-// done exchanges the rank's best for those of the others, and all ranks take the best of them.
-#include "exchange.cuh"
+// Each rank of a split model does so for a part of the vocabulary, from `first_token` on. The kernel behind takes the best
+// of all ranks.
 #include "two_pass.cuh"
-
-// By the first warp of each block, whose lanes have put its best in.
-__device__ __forceinline__ void take_best_of_ranks(u64* best, u32* arrived, Exchange exchange) {
-    const int lane = threadIdx.x;
-    u32 before = 0;
-    __threadfence();
-    __syncwarp();
-    if (lane == 0) before = atomicAdd(arrived, 1u);
-    if (__shfl_sync(0xFFFFFFFFu, before, 0) + 1 < gridDim.x) return;
-    __threadfence();
-    exchange.begin();
-    if (lane < OP_BATCH) {
-        u64 key = load_shared_state(best + lane);
-        auto slot = [&](int i) { return 2 * lane + i; };
-        exchange.send(slot(0), u32(key)), exchange.send(slot(1), u32(key >> 32));
-#pragma unroll
-        for (int r = 1; r < OP_RANKS; ++r) {
-            u32 words[2];
-            exchange.receive(r, slot, [](int) { return true; }, words);
-            const u64 theirs = u64(words[1]) << 32 | words[0];
-            key = theirs > key ? theirs : key;
-        }
-        best[lane] = key;
-    }
-    __syncwarp();
-    if (lane == 0) *arrived = 0, exchange.end();
-}
 
 extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
     two_pass_head(const u16* x, const float* squares, const u8* weights, const u8* coarse, const u32* margins,
                   const float* temperature, const u64* noise_key, const int* position, const u32* masks, u32* assured,
-                  u64* best, float eps, int first_token, u32* arrived, const u64* inboxes, u32* counts, int rank,
-                  int half, int room, int trigger) {
+                  u64* best, float eps, int first_token, int trigger) {
     extern __shared__ __align__(128) u8 ring[];
     __shared__ Scan::Shared shared;
     __shared__ Again::Shared shared_again;
@@ -58,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
     if (threadIdx.x == 0) listed = 0;
     Scan g(coarse, nullptr, x, shared, ring);
     g.fill();
-    const Exchange exchange(inboxes, counts, rank, half, room, 0);
     wait_for_previous();
     if (trigger == 1) let_next_start();
     if (g.produces()) {
@@ -129,31 +99,29 @@ extern "C" __global__ void __launch_bounds__(Scan::kThreads, OP_MIN_BLOCKS)
     }
     __syncthreads();
     const int count = listed;
-    if (count > 0) {
-        Again again(weights, nullptr, x, shared_again, ring, Listed{list, g.first_tile * 8, count});
-        again.first_tile = 0;
-        again.last_tile = again.groups = ceil_div(count, 8);
-        again.fill();
-        if (again.produces()) {
-            again.produce();
-            return;
-        }
-        again.start_x();
-        for (int tile = 0; tile < again.last_tile; ++tile) {
-            again.group();
-            for (int o = threadIdx.x; o < OP_BATCH * 8; o += kConsumers) {
-                const int m = o / 8, n = o % 8, at = tile * 8 + n;
-                if (at >= count) continue;
-                Drawing drawing;
-                drawing.load(temperature, noise_key, position, m);
-                const int row = again.map.first + list[at], id = first_token + row;
-                if (!allowed(mask_word(masks, m, id, OP_TOKENS), id)) continue;
-                atomicMax(&block_best[m], candidate(drawing.score(again.total(m, n) * factor[m], drawing.noise(id)), id));
-            }
-            again.next_group();
-        }
-        again.sync_consumers();
-        if (threadIdx.x < OP_BATCH) atomicMax(best + threadIdx.x, block_best[threadIdx.x]);
+    if (count == 0) return;
+    Again again(weights, nullptr, x, shared_again, ring, Listed{list, g.first_tile * 8, count});
+    again.first_tile = 0;
+    again.last_tile = again.groups = ceil_div(count, 8);
+    again.fill();
+    if (again.produces()) {
+        again.produce();
+        return;
     }
-    if (OP_RANKS > 1 && threadIdx.x < 32) take_best_of_ranks(best, arrived, exchange);
+    again.start_x();
+    for (int tile = 0; tile < again.last_tile; ++tile) {
+        again.group();
+        for (int o = threadIdx.x; o < OP_BATCH * 8; o += kConsumers) {
+            const int m = o / 8, n = o % 8, at = tile * 8 + n;
+            if (at >= count) continue;
+            Drawing drawing;
+            drawing.load(temperature, noise_key, position, m);
+            const int row = again.map.first + list[at], id = first_token + row;
+            if (!allowed(mask_word(masks, m, id, OP_TOKENS), id)) continue;
+            atomicMax(&block_best[m], candidate(drawing.score(again.total(m, n) * factor[m], drawing.noise(id)), id));
+        }
+        again.next_group();
+    }
+    again.sync_consumers();
+    if (threadIdx.x < OP_BATCH) atomicMax(best + threadIdx.x, block_best[threadIdx.x]);
 }

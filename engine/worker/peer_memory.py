@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.kernels import peers, tiling
-from engine.kernels.exchange import Channels, RankSums, inbox_words
+from engine.kernels.exchange import Channels, RankSums, inbox_words, norm_words
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.peers import NoPeers
 from engine.model.layers.few_rows import MOST_ROWS
@@ -26,7 +26,7 @@ def sums_of_shapes(config: ModelConfig, gpu: GpuShape, ranks: int, tokens: int) 
 def rooms(config: ModelConfig, gpu: GpuShape, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Returns blocks, and words of a block, of products of few rows and of passes of up to `tokens` tokens."""
     tiles = tiling.tiles_of_block(config.hidden_size, gpu.multiprocessors)
-    return (gpu.multiprocessors, MOST_ROWS * 8 * tiles), (tokens, config.hidden_size // 2)
+    return (gpu.multiprocessors, MOST_ROWS * 8 * tiles), (tokens, norm_words(config.hidden_size))
 
 
 def open_sums(config: ModelConfig, exchange: RankExchange, device: torch.device, tokens: int) -> RankSums:

@@ -135,8 +135,6 @@ class VerifyGraphs:
         library, weights = self._library, self._weights
         rows = self._layout.sequences * group
         buffers = self._room.first(rows)
-        accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group)
-        ending = (accept,) if self._guessing else (accept, self._propose())
         lengths = reaches(self._max_context)
         plans = [self._plan(group, longest) for longest in lengths]
         layers = [few_rows.prepare_layers(library, weights, buffers, plan) for plan in plans]
@@ -147,6 +145,9 @@ class VerifyGraphs:
             chains = []
             for longest, plan, common in zip(lengths, plans, layers, strict=True):
                 plan = replace(plan, two_pass=two_pass)
+                channels = few_rows.channels_of_choice(weights, plan, draws)
+                accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group, channels)
+                ending = (accept,) if self._guessing else (accept, self._propose())
                 chain = few_rows.prepare_step(library, weights, buffers, plan, draws, ending, common)
                 chains.append(Chain(longest, (*self._guess(plan, group - 1), *chain)))
             made[draws is not None, two_pass] = distinct(chains)

@@ -129,7 +129,6 @@ def allocate(weights: StepWeights, batch: int, pages: int, ring: int, *, logits:
             best=integers(batch, dtype=torch.int64),
             assured=integers(batch),
             logits=floats(batch, weights.head.rows) if logits else None,
-            arrived=integers(1),
         ),
         progress=Progress(
             token=integers(batch),
@@ -180,16 +179,14 @@ class ChainPlan:
         return replace(found, window=1) if stage == "down" and found.whole and short else found
 
     def two_passes(self, head: Matrix, coarse: CoarseCopy, channels: Channels | None = None) -> TwoPasses:
-        """As many bytes of the copy are under way as of the plain head. `channels`: each rank reads a part of it."""
+        """`channels`: each rank reads a part of the head."""
         plain = self.tiling("head", head)
         part = WHOLE if channels is None else Part(channels.rank, channels.ranks)
         own = part.vocabulary(head.rows)
         coarse = coarse.rows(own.first, own.last)
-        how = tiling.choose(coarse.matrix, self.multiprocessors, warps=plain.warps, shared=self.shared)
-        size = tiling.stage_bytes(coarse.matrix, how.warps, how.depth)
-        how = replace(how, window=max(2, min(how.ring, tiling.UNDER_WAY // size)))
+        how = tiling.choose_copy(coarse.matrix, self.multiprocessors, plain.warps, self.shared)
         rows = replace(head, rows=own.size, data=head.data[own.first : own.last])
-        return TwoPasses(rows, plain, coarse, how, own.first, head.rows, channels)
+        return TwoPasses(rows, plain, coarse, how, own.first, head.rows)
 
 
 def prepare_step(
@@ -202,7 +199,8 @@ def prepare_step(
     layers: tuple[Launch, ...] | None = None,
 ) -> tuple[Launch, ...]:
     """One step, to be enqueued again and again. Rows that `sampled` has parameters for choose by those; without it the
-    head chooses for all. `ending` takes the chosen tokens over and lays out the next ones instead of `advance`.
+    head chooses for all. `ending` takes the chosen tokens over, with `channels_of_choice`, and lays out the next ones
+    instead of `advance`.
     `layers`: by `prepare_layers`, shared by steps that choose in several ways. Raises BuildError."""
     rest = _choosing(library, weights, buffers, plan, sampled, ending)
     layers = layers or prepare_layers(library, weights, buffers, plan)
@@ -288,6 +286,13 @@ def _layers(library: Kernels, weights: StepWeights, buffers: StepBuffers, plan: 
         yield ops.linear_residual(library, update, down.matrix, how, weights.channels)
 
 
+def channels_of_choice(weights: StepWeights, plan: ChainPlan, sampled: Sampling | None) -> Channels | None:
+    """Returns channels to the other ranks where each looks for the token in its part of the vocabulary; None where each
+    chooses by itself."""
+    divided = plan.two_pass and weights.coarse is not None and sampled is None
+    return weights.channels if divided else None
+
+
 def _choosing(
     library: Kernels,
     weights: StepWeights,
@@ -301,9 +306,10 @@ def _choosing(
     choice = buffers.choice
     if sampled is not None:
         choice = replace(choice, logits=sampled.logits, temperature=sampled.heat)
+    channels = channels_of_choice(weights, plan, sampled)
     coarse = weights.coarse if plan.two_pass else None
     if coarse is not None and sampled is None:
-        both = plan.two_passes(weights.head, coarse, weights.channels)
+        both = plan.two_passes(weights.head, coarse, channels)
         yield tokens.two_pass_head(library, buffers.stream, both, choice, buffers.places)
     elif coarse is not None and sampled is not None and plan.within_top:
         both = plan.two_passes(weights.head, coarse)
@@ -313,6 +319,7 @@ def _choosing(
     if sampled is not None:
         yield from sampling.sampling(library, sampled, choice, buffers.places)
     if ending is None:
-        yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, first_norm(weights, buffers))
+        first = first_norm(weights, buffers)
+        yield tokens.advance(library, buffers.choice, buffers.progress, buffers.places, first, channels)
     else:
         yield from ending

@@ -9,7 +9,9 @@ from engine.kernels.launch import Launch, Launcher
 
 
 def channels(ranks: int, blocks: int, room: int) -> list[Channels]:
-    inboxes = [torch.zeros(inbox_words(ranks, blocks, room), dtype=torch.int64, device="cuda") for _ in range(ranks)]
+    inboxes = [
+        torch.full((inbox_words(ranks, blocks, room),), -1, dtype=torch.int32, device="cuda") for _ in range(ranks)
+    ]
     addresses = torch.tensor([one.data_ptr() for one in inboxes], device="cuda")
     HELD.extend(inboxes)
     return [

@@ -8,7 +8,7 @@ import torch
 from engine.kernels import linear as ops
 from engine.kernels import prefill
 from engine.kernels.build import KernelLibrary
-from engine.kernels.exchange import exchange_sum, sums_by_kernel
+from engine.kernels.exchange import exchange_sum, norm_words, sums_by_kernel
 from engine.kernels.launch import Launcher
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tiling import choose
@@ -71,7 +71,7 @@ def test_a_norm_takes_the_products_of_all_ranks(
 ) -> None:
     ranks = 2
     streams = [torch.cuda.Stream() for _ in range(ranks)]
-    each = channels(ranks, 40, HIDDEN // 2)
+    each = channels(ranks, 40, norm_words(HIDDEN))
     gain = torch.rand(HIDDEN, device="cuda") + 0.5
     shape, kind = ((slices, tokens, HIDDEN), torch.float32) if slices else ((tokens, HIDDEN), torch.bfloat16)
     products = [torch.zeros(shape, dtype=kind, device="cuda") for _ in range(ranks)]
@@ -120,3 +120,18 @@ def test_a_tensor_becomes_its_sum_over_all_ranks(
         torch.testing.assert_close(
             held[0].double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_value_looks_like_a_place_without_a_word(
+    library: KernelLibrary, launcher: Launcher, dtype: torch.dtype
+) -> None:
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    held = [torch.ones(256, dtype=dtype, device="cuda") for _ in range(2)]
+    held[0].view(torch.uint8)[:64] = 0xFF  # numbers of one of the many forms that are none
+    launches = [[exchange_sum(library, x, own)] for x, own in zip(held, channels(2, 4, 128), strict=True)]
+    side_by_side(launcher, launches, streams)
+    none = 64 // held[0].element_size()
+    for x in held:
+        assert x[:none].isnan().all()
+        assert (x[none:] == 2).all()

@@ -12,13 +12,15 @@ import torch
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
+from engine.kernels.exchange import Channels
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import MORE, PARKED, Future, Verified
-from engine.kernels.tokens import Choice, FirstNorm
+from engine.kernels.tokens import KEY_WORDS, Choice, FirstNorm
 from engine.model.layers.draft_steps import DRAFT_ROWS, DraftSteps, Draws
 from engine.model.layers.few_rows import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.sampling.noise import seed_key
 from tests.engine.kernels.kept import KEPT, as_kept
+from tests.engine.kernels.side_by_side import channels, side_by_side
 from tests.engine.kernels.test_gpu_attention import EPS, HEADS, Case
 from tests.engine.kernels.test_gpu_step import MOST, PAGES, Model, capture, place_rows, plan, ring_of
 
@@ -105,8 +107,20 @@ def key_of(token: int | None) -> int:
     return key - (1 << 64) if key >= 1 << 63 else key
 
 
+def copies(state: speculation.Verified) -> dict[str, torch.Tensor]:
+    """Returns a state of what a verifying step changes."""
+    ring = torch.zeros_like(state.ring, pin_memory=True)
+    return {
+        "newest": state.newest.clone(),
+        "count": state.count.clone(),
+        "history": state.history.clone(),
+        "ring": ring,
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_acceptance(library: KernelLibrary, launcher: Launcher, group: int) -> None:
+def test_acceptance(library: KernelLibrary, launcher: Launcher, group: int, ranks: int) -> None:
     chance, sequences = random.Random(group), 64
     state = state_of(sequences)
     places = RowPages(torch.full((sequences * LAID,), -1, dtype=torch.int32, device="cuda"), state.token)
@@ -137,10 +151,20 @@ def test_acceptance(library: KernelLibrary, launcher: Launcher, group: int) -> N
     state.last_position.copy_(torch.tensor(last))
     state.stops.copy_(torch.tensor(stops))
     state.count.fill_(7)
-    choice = Choice(torch.zeros(1), torch.zeros(1), best.cuda())
-    launcher.enqueue([speculation.accept(library, choice, state, places, group).alone()])
-    torch.cuda.synchronize()
-    assert not choice.best.any()
+    states = [state, *(replace(state, **copies(state)) for _ in range(1, ranks))]
+    # Each rank has the best of some rows, and nothing of the others.
+    owner = torch.randint(ranks, best.shape)
+    choices = [Choice(torch.zeros(1), torch.zeros(1), (best * (owner == rank)).cuda()) for rank in range(ranks)]
+    between: list[Channels | None] = [*channels(ranks, sequences, KEY_WORDS * group)] if ranks > 1 else [None]
+    launches = [
+        [speculation.accept(library, choice, own, places, group, to)]
+        for choice, own, to in zip(choices, states, between, strict=True)
+    ]
+    side_by_side(launcher, launches, [torch.cuda.Stream() for _ in range(ranks)])
+    assert not any(choice.best.any() for choice in choices)
+    for other in states[1:]:
+        for name in ("newest", "count", "history", "ring"):
+            assert torch.equal(getattr(other, name), getattr(state, name))
     after, count, history = state.newest.tolist(), state.count.tolist(), state.history.tolist()
     for at, one in enumerate(told):
         ring = state.ring[at].tolist()
