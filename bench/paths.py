@@ -182,15 +182,18 @@ def answer(runner: ModelRunner, key: int, prompt: Sequence[int], tokens: int) ->
 def own_step_seconds(parts: Parts) -> float:
     """Returns the seconds of a step of one row on this rank, without exchanges; its launches start their successors as
     if they exchanged."""
-    weights = replace(parts.step_weights[0], channels=None)
+    read, gpu = parts.step_weights[0], parts.kernels.gpu
+    weights = replace(read, channels=None)
+    plan = few_rows.ChainPlan(
+        gpu.multiprocessors, dependent=gpu.overlap, longest=512, two_pass=weights.coarse is not None
+    )
+    if read.coarse is not None:  # of the head, too, a rank reads its part
+        own = plan.two_passes(read.head, read.coarse, read.channels)
+        weights = replace(weights, head=own.plain, coarse=own.coarse)
     target = weights.table.device
     pages = -(-(_USER + _TOKENS) // PAGE_SIZE)
     buffers = few_rows.allocate(weights, 1, pages, RING)
     buffers.places.pages.copy_(torch.arange(pages, dtype=torch.int32).unsqueeze(0))
-    gpu = parts.kernels.gpu
-    plan = few_rows.ChainPlan(
-        gpu.multiprocessors, dependent=gpu.overlap, longest=512, two_pass=weights.coarse is not None
-    )
     launcher = launcher_of(target)
     chain = [
         one.with_trigger(Trigger.AFTER_WAIT) if one.kernel.name == "linear_residual" else one
