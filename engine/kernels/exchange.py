@@ -51,12 +51,6 @@ class RankSums:
     many: Channels
 
 
-def norm_words(hidden: int) -> int:
-    """Returns the words that a token's sum takes in `add_norm`: pairs of values, in fours of each thread."""
-    threads = 256
-    return 4 * threads * -(-hidden // (8 * threads))
-
-
 def exchange_sum(library: Kernels, x: torch.Tensor, channels: Channels) -> Launch:
     """x, bfloat16 of an even size or float32, contiguous, becomes its sum over all ranks."""
     pairs = x.dtype == torch.bfloat16

@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import NO_CHANNELS, Channels, norm_words
+from engine.kernels.exchange import NO_CHANNELS, Channels
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
@@ -90,6 +90,11 @@ def add_norm(
         **(channels.values(tokens, norm_words(hidden)) if channels else NO_CHANNELS),
     }
     return _of_stream(library, "add_norm", stream, values, channels.defines() if channels else {}, split=product.split)
+
+
+def norm_words(hidden: int) -> int:
+    """Returns the words of a channel that `add_norm` needs: a thread sends its pairs of values in fours."""
+    return 4 * _THREADS * -(-hidden // (8 * _THREADS))
 
 
 def _of_stream(

@@ -110,11 +110,13 @@ def choose_copy(matrix: Matrix, multiprocessors: int, warps: int, shared: int = 
     the more often warps wait for each other. As many bytes are under way as of the plain head.
     """
     found = choose(matrix, multiprocessors, warps=warps, shared=shared)
+    window = max(2, min(found.ring, UNDER_WAY // stage_bytes(matrix, warps, found.depth)))
+    if found.whole:
+        return replace(found, window=window)
     sizes = [size for size in (8, 4, 2) if size * 8 * matrix.columns <= _COPY_GROUP][:2] or [1]
     needed = _ceil(_ceil(matrix.rows, 8), multiprocessors)
     padded = [size * _ceil(needed, size) for size in sizes]
     tiles, block_tiles = next(both for both in zip(sizes, padded, strict=True) if both[1] <= _PADDED * min(padded))
-    window = max(2, min(found.ring, UNDER_WAY // stage_bytes(matrix, warps, found.depth)))
     return replace(found, block_tiles=block_tiles, tiles=tiles, window=window)
 
 

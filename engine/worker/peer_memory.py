@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.kernels import peers, tiling
-from engine.kernels.exchange import Channels, RankSums, inbox_words, norm_words
+from engine.kernels.exchange import Channels, RankSums, inbox_words
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.peers import NoPeers
+from engine.kernels.prefill import norm_words
 from engine.model.layers.few_rows import MOST_ROWS
 from engine.model.layers.parallel import RankExchange
 from quant.checkpoint.config import ModelConfig

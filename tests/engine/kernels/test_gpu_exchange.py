@@ -8,7 +8,7 @@ import torch
 from engine.kernels import linear as ops
 from engine.kernels import prefill
 from engine.kernels.build import KernelLibrary
-from engine.kernels.exchange import exchange_sum, norm_words, sums_by_kernel
+from engine.kernels.exchange import exchange_sum, sums_by_kernel
 from engine.kernels.launch import Launcher
 from engine.kernels.linear import Normed, ResidualUpdate
 from engine.kernels.tiling import choose
@@ -71,7 +71,7 @@ def test_a_norm_takes_the_products_of_all_ranks(
 ) -> None:
     ranks = 2
     streams = [torch.cuda.Stream() for _ in range(ranks)]
-    each = channels(ranks, 40, norm_words(HIDDEN))
+    each = channels(ranks, 40, prefill.norm_words(HIDDEN))
     gain = torch.rand(HIDDEN, device="cuda") + 0.5
     shape, kind = ((slices, tokens, HIDDEN), torch.float32) if slices else ((tokens, HIDDEN), torch.bfloat16)
     products = [torch.zeros(shape, dtype=kind, device="cuda") for _ in range(ranks)]

@@ -22,6 +22,7 @@ from engine.kernels.attention import (
     scratch,
 )
 from engine.kernels.build import BuildError
+from engine.kernels.exchange import Channels
 from engine.kernels.gpu import LARGEST_SHARED, SHARED
 from engine.kernels.launch import Trigger, prepare
 from engine.kernels.tiling import Tiling
@@ -95,6 +96,34 @@ def test_the_head_in_two_passes(recorder: Any, model: Models) -> None:
     assert [launch.kernel.name for launch in few[-6:]] == ["two_pass_top", "adjust", "bins", "sift", "draw", "advance"]
     assert few[-6].values["logits"] == few[-5].values["logits"] == sampled[-6].values["logits"] != 0
     assert few[-6].values["weights"] == plain[-2].values["weights"]
+
+
+def test_each_rank_reads_its_part_of_the_head(recorder: Any, model: Models) -> None:
+    weights = model("bf16")
+    how = ChainPlan(132).tiling("head", weights.head)
+    weights = replace(weights, coarse=two_pass.coarse_copy(weights.head, how.warps))
+    buffers, plan = buffers_of(weights, 2), ChainPlan(132, two_pass=True)
+    row_bytes, parts = weights.head.data[0].nbytes, []
+    for rank in range(2):
+        inboxes, counts = torch.empty(2, dtype=torch.int64), torch.empty(132, dtype=torch.int32)
+        own = replace(weights, channels=Channels(2, rank, inboxes, counts, 512))
+        recorder.asked.clear()
+        *_, head, advance = prepare_step(recorder, own, buffers, plan)
+        defines = {name: found for name, _, found, _ in recorder.asked}
+        parts.append((head.values["first_token"], defines["two_pass_head"]["OP_ROWS"]))
+        assert defines["two_pass_head"]["OP_TOKENS"] == weights.head.rows
+        assert head.values["weights"] == weights.head.data.data_ptr() + parts[-1][0] * row_bytes
+        assert defines["advance"]["OP_RANKS"] == 2
+        assert advance.values["counts"] == counts.data_ptr()
+        # Rows that want logits get all of them on each rank, which chooses by itself.
+        recorder.asked.clear()
+        state = sampling.allocate(2, weights.head.rows, torch.device("cpu"))
+        prepare_step(recorder, own, buffers, replace(plan, within_top=True), state)
+        defines = {name: found for name, _, found, _ in recorder.asked}
+        assert defines["two_pass_top"]["OP_ROWS"] == weights.head.rows
+        assert "OP_RANKS" not in defines["advance"]
+    (first, size), (second, rest) = parts
+    assert (first, second, size + rest) == (0, size, weights.head.rows)
 
 
 def test_without_overlap(recorder: Any, model: Models) -> None:

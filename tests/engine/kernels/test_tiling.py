@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.kernels import tiling
-from engine.kernels.gpu import SHARED
+from engine.kernels.gpu import LARGEST_SHARED, SHARED
 from engine.kernels.weights import Format, Matrix
 
 FIXED = 34 << 10  # bytes of shared memory that a kernel declares itself, at most (tests/proofs/engine/kernels)
@@ -110,3 +110,34 @@ def test_the_batch_is_no_argument() -> None:
 def test_known_shapes_fill_the_card(form: Format, rows: int, units: int, pairs: bool, blocks: int) -> None:
     what = matrix(form, rows, units)
     assert tiling.blocks(what, tiling.choose(what, 132, pairs=pairs)) == blocks
+
+
+@given(st.integers(1, 40_000), st.integers(1, 256), st.integers(20, 140))
+def test_a_copy_of_a_head_is_divided_whole(tiles: int, units: int, multiprocessors: int) -> None:
+    copy = matrix(Format.INT8_TILES, 8 * tiles, units)
+    how = tiling.choose_copy(copy, multiprocessors, tiling.WARPS)
+    blocks = tiling.blocks(copy, how)
+    assert blocks <= multiprocessors
+    assert (blocks - 1) * how.block_tiles < tiles <= blocks * how.block_tiles
+    assert how.block_tiles % how.tiles == 0
+    assert tiling.shared_bytes(copy, how) + FIXED <= LARGEST_SHARED
+    if not how.whole:
+        assert how.tiles == 1 or how.tiles * 8 * copy.columns <= 128 << 10
+        assert how.block_tiles <= 1.02 * -(-tiles // multiprocessors) + 4
+        assert how.ring >= 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "units", "tiles", "block_tiles"),
+    [
+        (151936, 16, 8, 144),  # Qwen3-0.6B
+        (32000, 64, 4, 32),  # Mistral
+        (16000, 64, 4, 16),  # of two ranks
+        (128256, 64, 4, 124),  # Llama-3.1-8B
+        (64128, 64, 2, 62),
+        (128256, 128, 2, 122),  # a 70B
+    ],
+)
+def test_copies_of_known_heads(rows: int, units: int, tiles: int, block_tiles: int) -> None:
+    how = tiling.choose_copy(matrix(Format.INT8_TILES, rows, units), 132, tiling.WARPS)
+    assert (how.tiles, how.block_tiles) == (tiles, block_tiles)
