@@ -352,7 +352,7 @@ def test_sums_over_ranks_compile(recorder: Any, compiler: Compiler, ranks: int, 
     linear_residual(recorder, update, matrix, how, channels(132, 64 * how.block_tiles))
     stream = prefill.Stream(torch.zeros(16, 256), torch.zeros(16, 256), 1e-6)
     for product in (torch.zeros(16, 256, dtype=torch.bfloat16), torch.zeros(2, 16, 256)):
-        prefill.add_norm(recorder, prefill.ProductParts(product), torch.zeros(256), stream, channels(16, 128))
+        prefill.add_norm(recorder, prefill.ProductParts(product), torch.zeros(256), stream, channels(16, 1024))
     for x in (torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8)):
         exchange_sum(recorder, x, channels(16, 128))
     with pytest.raises(ValueError, match="17 blocks of 128 words have no channels"):
