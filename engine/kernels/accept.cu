@@ -5,10 +5,10 @@
 // An entry of the ring is (count << 32) | (proposed << 28) | (flags << 24) | token, as `advance` has them; each step ends
 // with one without kMore, and that alone says how many were proposed. A sequence without pages for its newest token was
 // not fed: it tells an entry without a token, and stays.
+#include "chosen.cuh"
 #include "exchange.cuh"
 
-constexpr int kMaxStops = 8;
-constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4, kMore = 8;
+constexpr u32 kMore = 8;  // a flag: the step tells another entry
 static_assert(OP_GROUP >= 1 && OP_GROUP <= 8 && OP_LAID >= OP_GROUP, "rows");
 
 // One warp a sequence, one lane a row.
@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(32)
     u64 key = row ? load_shared_state(best + chosen) : 0;
     if constexpr (OP_RANKS > 1) {  // each has looked in its part of the vocabulary
         exchange.begin();
-        if (row) key = exchange.largest(3 * i, key);
+        if (row) key = exchange.largest(kKeyWords * i, key);
         __syncwarp();
         if (i == 0) exchange.end();
     }
@@ -43,11 +43,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
     const bool none = !is_finite_score(u32(key >> 32));
     const int id = none ? 0 : int(~u32(key));
-    u32 flags = none ? kNoToken : 0u;
-#pragma unroll
-    for (int j = 0; j < kMaxStops; ++j)
-        if (!none && stop[j] == id) flags |= kStopped;
-    if (pos + 1 >= last) flags |= kFull;
+    u32 flags = end_flags(none, id, stop, pos + 1 >= last);
     const int expected = __shfl_down_sync(0xFFFFFFFFu, given, 1), place = __shfl_down_sync(0xFFFFFFFFu, pos, 1);
     const bool goes_on = i + 1 < OP_GROUP && place >= 0 && flags == 0 && expected == id;
     const u32 fits = __ballot_sync(0xFFFFFFFFu, goes_on), live = __ballot_sync(0xFFFFFFFFu, pos >= 0);

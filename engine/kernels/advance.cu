@@ -5,12 +5,11 @@
 //
 // An entry of the ring is (count << 32) | (flags << 24) | token, one 64-bit store; `count` starts at 1, so that an entry
 // the host waits for is told from the one that was there before.
+#include "chosen.cuh"
 #include "embedding.cuh"
 #include "exchange.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kMaxStops = 8;
-constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4;  // stop token, last position, no finite score
 
 // Tokens the host put into the state: once before the first step.
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -65,11 +64,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const u32 n = load_shared_state(count + m) + 1;
     const bool none = !is_finite_score(u32(key >> 32));
     const int id = none ? 0 : int(~u32(key));
-    u32 flags = none ? kNoToken : 0u;
-#pragma unroll
-    for (int i = 0; i < kMaxStops; ++i)
-        if (!none && stop[i] == id) flags |= kStopped;
-    if (pos + 1 >= last) flags |= kFull;
+    const u32 flags = end_flags(none, id, stop, pos + 1 >= last);
     __syncthreads();  // every thread has read the state
     if (threadIdx.x == 0) {
         best[m] = 0;

@@ -12,6 +12,7 @@
 
 constexpr u32 kNone = 0xFFFFFFFFu;  // as a float32 or as two bf16, one of many that are no number
 constexpr u32 kNan = 0x7FFFFFFFu;   // stands for it
+constexpr int kKeyWords = 3;        // of a key: 31 bits each, so that none is kNone
 
 struct Exchange {
     u32* inboxes[OP_RANKS];  // where each rank's inbox lies for this one, from the block's channel on
@@ -120,14 +121,14 @@ struct Exchange {
         });
     }
 
-    // The largest of all ranks' keys, by a thread that has three words from `slot` on.
+    // The largest of all ranks' keys, by a thread that has kKeyWords words from `slot` on.
     __device__ __forceinline__ u64 largest(int slot, u64 key) const {
         auto place = [&](int i) { return slot + i; };
 #pragma unroll
-        for (int i = 0; i < 3; ++i) send(place(i), u32(key >> 31 * i) & 0x7FFFFFFFu);
+        for (int i = 0; i < kKeyWords; ++i) send(place(i), u32(key >> 31 * i) & 0x7FFFFFFFu);
 #pragma unroll
         for (int r = 1; r < OP_RANKS; ++r) {
-            u32 words[3];
+            u32 words[kKeyWords];
             receive<1>(r, place, [](int) { return true; }, words);
             const u64 theirs = u64(words[2]) << 62 | u64(words[1]) << 31 | words[0];
             key = theirs > key ? theirs : key;

@@ -36,7 +36,17 @@ class Channels:
         return {"OP_RANKS": self.ranks}
 
 
-NO_CHANNELS: dict[str, Argument] = {"inboxes": None, "counts": None, "rank": 0, "half": 0, "room": 0}
+KEY_WORDS = 3  # that `Exchange.largest` sends of a key
+_NO_CHANNELS: dict[str, Argument] = {"inboxes": None, "counts": None, "rank": 0, "half": 0, "room": 0}
+
+
+def values_of(channels: Channels | None, blocks: int, words: int) -> dict[str, Argument]:
+    """Returns the arguments of a launch that exchanges where there are other ranks."""
+    return channels.values(blocks, words) if channels else _NO_CHANNELS
+
+
+def defines_of(channels: Channels | None) -> dict[str, int]:
+    return channels.defines() if channels else {}
 
 
 def inbox_words(ranks: int, blocks: int, room: int) -> int:

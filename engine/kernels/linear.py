@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels import tiling
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import NO_CHANNELS, Channels
+from engine.kernels.exchange import Channels, defines_of, values_of
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.tiling import Tiling
 from engine.kernels.weights import Matrix
@@ -73,8 +73,7 @@ def linear_residual(
     """Adds x · Wᵀ + bias to target.residual, and prepares the next norm. `channels`: adds those of all ranks."""
     target, batch = update.target, update.x.shape[0]
     defines = matrix_defines(matrix, batch, how) | {"OP_ROWS": matrix.rows}
-    if channels is not None:
-        defines |= channels.defines()
+    defines |= defines_of(channels)
     values: dict[str, Argument] = {
         "x": update.x,
         "bias": update.bias,
@@ -82,7 +81,7 @@ def linear_residual(
         "residual": target.residual,
         "normed": target.scaled,
         "squares": target.squares,
-        **(channels.values(tiling.blocks(matrix, how), batch * 8 * how.block_tiles) if channels else NO_CHANNELS),
+        **values_of(channels, tiling.blocks(matrix, how), batch * 8 * how.block_tiles),
     }
     return matrix_launch(library, "linear_residual", defines, values, matrix, how)
 

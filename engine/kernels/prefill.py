@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.attention import Embedding, Heads, LayerAttention
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import NO_CHANNELS, Channels
+from engine.kernels.exchange import Channels, defines_of, values_of
 from engine.kernels.gpu import GpuShape, gpu_shape
 from engine.kernels.launch import Argument, Launch, Shape, prepare
 from engine.kernels.linear import CHAIN
@@ -87,9 +87,9 @@ def add_norm(
         "x": stream.x,
         "eps": stream.eps,
         **product.values(),
-        **(channels.values(tokens, norm_words(hidden)) if channels else NO_CHANNELS),
+        **values_of(channels, tokens, norm_words(hidden)),
     }
-    return _of_stream(library, "add_norm", stream, values, channels.defines() if channels else {}, split=product.split)
+    return _of_stream(library, "add_norm", stream, values, defines_of(channels), split=product.split)
 
 
 def norm_words(hidden: int) -> int:

@@ -3,10 +3,9 @@
 //
 // An entry of the ring is (number of the step << 32) | (flags << 24) | token. Every row of a step writes one, idle rows
 // too, so that a step has ended for the host when all its entries carry its number.
-#include "common.cuh"
+#include "chosen.cuh"
 
-constexpr int kMaxStops = 8;
-constexpr u32 kStopped = 1, kFull = 2, kNoToken = 4, kIdle = 128;
+constexpr u32 kIdle = 128;  // a flag, beside those of `chosen.cuh`
 constexpr int kLeave = 0, kPages = 1, kEnter = 2, kMove = 3;
 constexpr int kSampled = 16;  // words of a row of `sampling.cuh`
 constexpr int kPickThreads = 256, kEach = 16;  // logits a thread looks at

@@ -13,9 +13,9 @@ import torch
 
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import Channels
+from engine.kernels.exchange import KEY_WORDS, Channels, defines_of, values_of
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
-from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, best_of_ranks, embedding
+from engine.kernels.tokens import MAX_STOPS, Choice, FirstNorm, embedding
 
 MORE, PARKED = 8, 12  # flags of a ring entry: the same step tells another; it was not fed, having no page
 _THREADS, _DRAFT_THREADS = 1024, 256
@@ -80,10 +80,10 @@ def accept(
         "most_tokens": state.history.shape[1],
         "ring": state.ring,
         "ring_size": state.ring.shape[1],
-        **best_of_ranks(channels, sequences, group),
+        **values_of(channels, sequences, KEY_WORDS * group),
         "trigger": int(Trigger.AT_ENTRY),
     }
-    defines = {"OP_GROUP": group, "OP_LAID": state.laid, **(channels.defines() if channels else {})}
+    defines = {"OP_GROUP": group, "OP_LAID": state.laid, **defines_of(channels)}
     kernel = library.kernel("accept", "accept", defines)
     return prepare(kernel, Shape((sequences, 1, 1), 32), values)
 

@@ -10,7 +10,7 @@ import torch
 from engine.kernels import tiling
 from engine.kernels.attention import RowPages
 from engine.kernels.build import Kernels
-from engine.kernels.exchange import NO_CHANNELS, Channels
+from engine.kernels.exchange import KEY_WORDS, Channels, defines_of, values_of
 from engine.kernels.launch import Argument, Launch, Shape, Trigger, prepare
 from engine.kernels.linear import CHAIN, Normed, matrix_defines, matrix_launch
 from engine.kernels.tiling import Tiling
@@ -19,7 +19,6 @@ from engine.kernels.weights import Matrix
 
 MAX_STOPS = 8
 STOPPED, FULL, NO_TOKEN = 1, 2, 4  # flags of a ring entry
-KEY_WORDS = 3  # of an exchange
 _THREADS = 256
 
 
@@ -68,8 +67,8 @@ class TwoPasses:
     plain_tiling: Tiling  # as `head` has it: it is part of the order of its sums
     coarse: CoarseCopy
     coarse_tiling: Tiling
-    first_token: int = 0  # of these rows
-    vocabulary: int | None = None  # tokens of all ranks; None: as many as there are rows
+    first_token: int  # of these rows
+    vocabulary: int  # tokens of all ranks
 
     @property
     def ring_bytes(self) -> int:
@@ -107,7 +106,7 @@ def two_pass_head(library: Kernels, x: Normed, both: TwoPasses, choice: Choice, 
         "best": choice.best,
         "first_token": both.first_token,
     }
-    return two_pass_launch(library, "two_pass_head", x, both, values, OP_TOKENS=both.vocabulary or both.plain.rows)
+    return two_pass_launch(library, "two_pass_head", x, both, values, OP_TOKENS=both.vocabulary)
 
 
 def two_pass_launch(
@@ -169,16 +168,11 @@ def advance(
         "ring": progress.ring,
         "ring_size": progress.ring.shape[1],
         **embedding(first),
-        **best_of_ranks(channels, rows, 1),
+        **values_of(channels, rows, KEY_WORDS),
         "trigger": int(Trigger.AT_ENTRY),
     }
-    kernel = library.kernel("advance", "advance", first.defines | (channels.defines() if channels else {}))
+    kernel = library.kernel("advance", "advance", first.defines | defines_of(channels))
     return prepare(kernel, Shape((rows, 1, 1), _THREADS), values)
-
-
-def best_of_ranks(channels: Channels | None, blocks: int, rows: int) -> dict[str, Argument]:
-    """Returns the arguments by which blocks of as many rows each take the best of all ranks."""
-    return channels.values(blocks, KEY_WORDS * rows) if channels else NO_CHANNELS
 
 
 def start(library: Kernels, progress: Progress, places: RowPages, first: FirstNorm) -> Launch:

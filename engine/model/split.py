@@ -2,8 +2,9 @@
 
 Queries, keys and values, gate and up are split by outputs, the products behind them by inputs, whose sums the ranks add
 up. Where there are fewer heads of keys than ranks, several ranks hold the same head. On CPUs, embedding and head are
-split by tokens, in parts of a multiple of eight, of which the last one may be smaller; on GPUs each rank has them
-whole, so that it can choose a token by itself, but where it is the best of all, each looks for it in its part alone.
+split by tokens, in parts of a multiple of eight, of which the last one may be smaller; on GPUs each rank has
+both whole and chooses tokens by itself. Where a step wants no more than the best token, each rank looks for it in its
+part of the head, and all take the best that any has found.
 """
 
 from __future__ import annotations

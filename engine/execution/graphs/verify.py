@@ -142,12 +142,12 @@ class VerifyGraphs:
         choices += [(None, True)] if self._two_pass else []
         made = {}
         for draws, two_pass in choices:
+            ways = [replace(plan, two_pass=two_pass) for plan in plans]
+            channels = few_rows.channels_of_choice(weights, ways[0], draws)
+            accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group, channels)
+            ending = (accept,) if self._guessing else (accept, self._propose())
             chains = []
-            for longest, plan, common in zip(lengths, plans, layers, strict=True):
-                plan = replace(plan, two_pass=two_pass)
-                channels = few_rows.channels_of_choice(weights, plan, draws)
-                accept = speculation.accept(library, buffers.choice, self._verified, self._room.places, group, channels)
-                ending = (accept,) if self._guessing else (accept, self._propose())
+            for longest, plan, common in zip(lengths, ways, layers, strict=True):
                 chain = few_rows.prepare_step(library, weights, buffers, plan, draws, ending, common)
                 chains.append(Chain(longest, (*self._guess(plan, group - 1), *chain)))
             made[draws is not None, two_pass] = distinct(chains)

@@ -48,7 +48,7 @@ class LayersTimed:
     def __init__(self, library: Kernels, launcher: Enqueues, weights: StepWeights, plan: ChainPlan) -> None:
         layer = weights.layers[0]
         size = sum(one.matrix.nbytes for one in (layer.qkv, layer.output, layer.gate_up, layer.down))
-        # Without other ranks: they would wait for one another's places, and each would choose by the worst of them.
+        # Without exchanges: ranks that wait for each other would measure the slower one's place.
         self._weights = replace(weights, layers=weights.layers[: max(1, -(-_READ // size))], channels=None)
         self._library, self._launcher, self._plan = library, launcher, plan
         self._graphs = Graphs(weights.table.device)

@@ -12,10 +12,10 @@ import torch
 from engine.kernels import reference, speculation, two_pass
 from engine.kernels.attention import AttentionOp, Embedding, Heads, LayerAttention, RowPages, scratch
 from engine.kernels.build import OVERLAP_CAPABILITY, KernelLibrary
-from engine.kernels.exchange import Channels
+from engine.kernels.exchange import KEY_WORDS, Channels
 from engine.kernels.launch import Launcher
 from engine.kernels.speculation import MORE, PARKED, Future, Verified
-from engine.kernels.tokens import KEY_WORDS, Choice, FirstNorm
+from engine.kernels.tokens import Choice, FirstNorm
 from engine.model.layers.draft_steps import DRAFT_ROWS, DraftSteps, Draws
 from engine.model.layers.few_rows import StepBuffers, StepWeights, allocate, first_norm, prepare_start, prepare_step
 from engine.sampling.noise import seed_key
